@@ -1,0 +1,295 @@
+//! One error type for every floor, with codes that are part of the C ABI.
+
+use crate::types::{Pos, SeqId};
+
+/// Result of every fallible call of the crate.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Status codes of the C ABI (`kvs_status`). Numbers never change meaning; retired ones stay reserved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(i32)]
+pub enum Status {
+    /// Done.
+    Ok = 0,
+    /// An argument or a parameter makes no sense; the message names it.
+    InvalidArgument = 1,
+    /// The handle is NULL, freed, or of another kind.
+    InvalidHandle = 2,
+    /// A panic inside an earlier call left the handle unusable; only free works.
+    Poisoned = 3,
+    /// The caller's buffer is too small.
+    BufferTooSmall = 4,
+    /// The bytes end before the state does.
+    Truncated = 5,
+    /// The bytes are no state, or hold a value that no state can hold.
+    Corrupt = 6,
+    /// A file of a version that is not read.
+    UnsupportedVersion = 7,
+    /// The state was made with another geometry than the cache has.
+    Mismatch = 8,
+    /// A file older than version 4 does not say whether its K and V are rotated, and nobody else did.
+    RotationUnstated = 9,
+    /// Too few free cells.
+    NoSpace = 10,
+    /// The `ON_DEVICE` state behind a blob is gone or is another one.
+    NoDeviceState = 11,
+    /// Positions cannot be shifted in this context.
+    CannotShift = 12,
+    /// Shifts are pending and could not be applied.
+    ShiftFailed = 13,
+    /// The cache changed between prepare and commit.
+    Stale = 14,
+    /// An operating-system call on a file failed.
+    Io = 15,
+    /// Memory for the cache or a state could not be had.
+    OutOfMemory = 16,
+    /// A panic was caught at the C boundary: a bug in kvstate.
+    Internal = 17,
+}
+
+/// Everything that can go wrong. Each message names the field and both values.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument or parameter out of its range.
+    #[error("{name}: {reason}")]
+    InvalidArgument {
+        /// The argument, as the caller spells it.
+        name: String,
+        /// What it is and what it has to be.
+        reason: String,
+    },
+    /// A sequence id outside `0..n_seq_max`.
+    #[error("seq_id {seq_id} is out of range [0, {n_seq_max})")]
+    SeqId {
+        /// The id that was given.
+        seq_id: SeqId,
+        /// One past the largest.
+        n_seq_max: u32,
+    },
+    /// Flag bits that have no meaning.
+    #[error("unknown state flags {flags:#x} (known: {known:#x})")]
+    UnknownFlags {
+        /// All bits that were given.
+        flags: u32,
+        /// All bits that are known.
+        known: u32,
+    },
+    /// A handle that is NULL, freed, or of another kind.
+    #[error("{name} is not a live handle")]
+    InvalidHandle {
+        /// The argument.
+        name: &'static str,
+    },
+    /// A handle that an earlier panic left unusable.
+    #[error("the context is poisoned by an earlier internal error; only free works")]
+    Poisoned,
+    /// A buffer that does not hold the state.
+    #[error("buffer too small: the state has {need} bytes, the buffer {size}")]
+    BufferTooSmall {
+        /// Bytes of the state.
+        need: u64,
+        /// Bytes of the buffer.
+        size: u64,
+    },
+    /// Input that ends too early.
+    #[error("truncated state: {field} needs {need} bytes at offset {offset}, {left} are left")]
+    Truncated {
+        /// What was to be read.
+        field: &'static str,
+        /// Where, in bytes from the start of the input.
+        offset: u64,
+        /// Bytes that it takes.
+        need: u64,
+        /// Bytes that are there.
+        left: u64,
+    },
+    /// A value that no valid state holds.
+    #[error("{field}: {got} (expected {expected})")]
+    Corrupt {
+        /// What was read.
+        field: &'static str,
+        /// Its value.
+        got: String,
+        /// What it has to be.
+        expected: String,
+    },
+    /// A file whose magic or version is unknown; `kind` is "sequence state" or "session".
+    #[error("unknown (magic, version) for {kind} file: {magic:08x}, {version:08x}")]
+    UnknownVersion {
+        /// "sequence state" or "session".
+        kind: &'static str,
+        /// First word of the file.
+        magic: u32,
+        /// Second word of the file.
+        version: u32,
+    },
+    /// A state whose geometry differs from the cache's; `what` is llama.cpp's own text where it has one.
+    #[error("{what}: the state has {state}, the cache {cache} ({place})")]
+    Mismatch {
+        /// The field.
+        what: &'static str,
+        /// Value in the state.
+        state: String,
+        /// Value in the cache.
+        cache: String,
+        /// Section and layer.
+        place: String,
+    },
+    /// An old file that does not say whether it is rotated.
+    #[error(
+        "the rotation of K and V is not recorded in a version-{version} file and has to be stated: \
+         set legacy_rotation to rotated or plain ({place}: cache has n_rot_k {n_rot_k}, n_rot_v {n_rot_v})"
+    )]
+    RotationUnstated {
+        /// Version of the sequence layout.
+        version: u32,
+        /// Section.
+        place: String,
+        /// Rotation of the cache's K.
+        n_rot_k: u32,
+        /// Rotation of the cache's V.
+        n_rot_v: u32,
+    },
+    /// Too few cells for a state.
+    #[error("failed to find {need} available cells in kv cache: {free} of {kv_size} can be used ({place})")]
+    NoSpace {
+        /// Cells of the state that must be placed.
+        need: u64,
+        /// Cells that could be used.
+        free: u64,
+        /// Cells of the stream.
+        kv_size: u32,
+        /// Section and stream.
+        place: String,
+    },
+    /// No slot for a ubatch.
+    #[error("failed to find a slot for {n_tokens} tokens in a stream of {kv_size} cells ({place})")]
+    NoSlot {
+        /// Tokens of the ubatch in that stream.
+        n_tokens: u64,
+        /// Cells of the stream.
+        kv_size: u32,
+        /// Section and stream.
+        place: String,
+    },
+    /// More tokens in a file than the caller has room for; `kind` as in [`Error::UnknownVersion`].
+    #[error("token count in {kind} file exceeded capacity! {count} > {capacity}")]
+    TokenCapacity {
+        /// "sequence state" or "session".
+        kind: &'static str,
+        /// Tokens in the file.
+        count: u64,
+        /// Room of the caller.
+        capacity: u64,
+    },
+    /// A file that could not be restored; the source says why.
+    #[error("failed to restore {kind}: {source}")]
+    Restore {
+        /// "sequence state" or "session".
+        kind: &'static str,
+        /// The reason.
+        source: Box<Error>,
+    },
+    /// An `ON_DEVICE` blob whose tensors are gone.
+    #[error("no device state of sequence {seq_id}: {reason}")]
+    NoDeviceState {
+        /// Source sequence, as the blob names it.
+        seq_id: SeqId,
+        /// What is there instead.
+        reason: &'static str,
+    },
+    /// Positions cannot be shifted.
+    #[error("cannot shift positions: {reason}")]
+    CannotShift {
+        /// Why.
+        reason: &'static str,
+    },
+    /// A shift that leaves the range of positions.
+    #[error("position {pos} shifted by {delta} leaves the range of positions")]
+    PosOverflow {
+        /// A cell's position.
+        pos: Pos,
+        /// What was to be added.
+        delta: Pos,
+    },
+    /// Pending shifts that could not be applied before a write.
+    #[error("{n_cells} cells have a pending shift: {reason} ({place})")]
+    ShiftFailed {
+        /// Cells with a pending shift.
+        n_cells: usize,
+        /// What failed.
+        reason: String,
+        /// Section and stream.
+        place: String,
+    },
+    /// A slot that was prepared before the cache changed.
+    #[error("the slot was prepared at generation {slot}, the cache is at {cache}: prepare again")]
+    Stale {
+        /// Generation of the slot.
+        slot: u64,
+        /// Generation of the cache.
+        cache: u64,
+    },
+    /// A failed file operation.
+    #[error("{op} {path}: {source}")]
+    Io {
+        /// What was tried.
+        op: &'static str,
+        /// On which path.
+        path: String,
+        /// The system's reason.
+        source: std::io::Error,
+    },
+    /// Memory that could not be had.
+    #[error("out of memory: {what} needs {bytes} bytes")]
+    OutOfMemory {
+        /// What for.
+        what: &'static str,
+        /// How much.
+        bytes: u64,
+    },
+    /// A caught panic.
+    #[error("internal error: {0}")]
+    Internal(String),
+}
+
+impl Error {
+    /// An [`Error::InvalidArgument`].
+    pub(crate) fn arg(name: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self::InvalidArgument { name: name.into(), reason: reason.into() }
+    }
+
+    /// An [`Error::Corrupt`].
+    pub(crate) fn corrupt(field: &'static str, got: impl ToString, expected: impl ToString) -> Self {
+        Self::Corrupt { field, got: got.to_string(), expected: expected.to_string() }
+    }
+
+    /// The stable code of this error.
+    #[must_use]
+    pub fn status(&self) -> Status {
+        match self {
+            Self::InvalidArgument { .. } | Self::SeqId { .. } | Self::UnknownFlags { .. } => {
+                Status::InvalidArgument
+            }
+            Self::PosOverflow { .. } => Status::InvalidArgument,
+            Self::InvalidHandle { .. } => Status::InvalidHandle,
+            Self::Poisoned => Status::Poisoned,
+            Self::BufferTooSmall { .. } | Self::TokenCapacity { .. } => Status::BufferTooSmall,
+            Self::Truncated { .. } => Status::Truncated,
+            Self::Corrupt { .. } => Status::Corrupt,
+            Self::UnknownVersion { .. } => Status::UnsupportedVersion,
+            Self::Mismatch { .. } => Status::Mismatch,
+            Self::RotationUnstated { .. } => Status::RotationUnstated,
+            Self::NoSpace { .. } | Self::NoSlot { .. } => Status::NoSpace,
+            Self::Restore { source, .. } => source.status(),
+            Self::NoDeviceState { .. } => Status::NoDeviceState,
+            Self::CannotShift { .. } => Status::CannotShift,
+            Self::ShiftFailed { .. } => Status::ShiftFailed,
+            Self::Stale { .. } => Status::Stale,
+            Self::Io { .. } => Status::Io,
+            Self::OutOfMemory { .. } => Status::OutOfMemory,
+            Self::Internal(_) => Status::Internal,
+        }
+    }
+}

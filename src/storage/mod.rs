@@ -1,0 +1,1 @@
+//! Where tensor bytes live.
