@@ -1,5 +1,7 @@
 //! One error type for every floor, with codes that are part of the C ABI.
 
+use std::fmt::Display;
+
 use crate::types::{Pos, SeqId};
 
 /// Result of every fallible call of the crate.
@@ -261,8 +263,8 @@ impl Error {
     }
 
     /// An [`Error::Corrupt`].
-    pub(crate) fn corrupt(field: &'static str, got: impl ToString, expected: impl ToString) -> Self {
-        Self::Corrupt { field, got: got.to_string(), expected: expected.to_string() }
+    pub(crate) fn corrupt(field: &'static str, got: impl Display, expected: impl Display) -> Self {
+        Self::Corrupt { field, got: format!("{got}"), expected: format!("{expected}") }
     }
 
     /// The stable code of this error.

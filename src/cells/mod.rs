@@ -1,1 +1,344 @@
-//! Cell metadata.
+//! Cell metadata of one stream: which cell holds which position of which sequences.
+//!
+//! The rules are those of llama.cpp's `llama_kv_cells` and `llama_kv_cache`, cell for cell, because callers
+//! see them: which cells a batch gets decides the order of the cells in a saved state.
+//!
+//! Cells are named by index. A caller passes only indices below [`Cells::size`] and sequences below the
+//! `n_seq_max` of [`Cells::new`]; both are its own words, checked where they come in.
+
+mod cell_set;
+mod pos_index;
+mod seq_set;
+mod slot;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
+
+pub use self::seq_set::SeqSet;
+pub use self::slot::{Placement, Shortage};
+
+use self::cell_set::CellSet;
+use self::pos_index::PosIndex;
+use crate::error::{Error, Result};
+use crate::types::{CellExt, Pos, PosRange, Seq};
+
+/// What a used cell holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CellMeta {
+    /// Position, at least 0.
+    pub pos: Pos,
+    /// What is known beyond the position; the default in a stream without it.
+    pub ext: CellExt,
+    /// The sequences that see the cell, at least one.
+    pub seqs: SeqSet,
+}
+
+/// The cells of one stream.
+///
+/// Operations cost what the sequences that they touch hold, whatever the size of the stream: only a search for
+/// cells walks it, by words of a bitmap where there is no sliding window.
+#[derive(Clone, Debug)]
+pub struct Cells {
+    size: u32,
+    /// Meaningless where the cell is not used.
+    pos: Vec<Pos>,
+    /// As `pos`; no entries in a stream without it.
+    ext: Vec<CellExt>,
+    /// Empty exactly where the cell is not used.
+    seqs: Vec<SeqSet>,
+    used: CellSet,
+    /// The cells of each sequence.
+    index: Vec<PosIndex>,
+    /// `pos` less the position that the cell's K is rotated for, where that is not 0.
+    /// Both are in `0..=Pos::MAX`, so the difference fits.
+    shift: BTreeMap<u32, Pos>,
+    /// Where the next search for free cells starts, at most the size.
+    head: u32,
+    has_ext: bool,
+}
+
+impl Cells {
+    /// `kv_size` empty cells for sequences `0..n_seq_max`.
+    #[must_use]
+    pub fn new(kv_size: u32, n_seq_max: u32, has_ext: bool) -> Self {
+        let n = kv_size as usize;
+        Self {
+            size: kv_size,
+            pos: vec![0; n],
+            ext: vec![CellExt::default(); if has_ext { n } else { 0 }],
+            seqs: vec![SeqSet::EMPTY; n],
+            used: CellSet::new(kv_size),
+            index: vec![PosIndex::default(); n_seq_max as usize],
+            shift: BTreeMap::new(),
+            head: 0,
+            has_ext,
+        }
+    }
+
+    /// Number of cells.
+    #[must_use]
+    pub fn size(&self) -> u32 {
+        self.size
+    }
+
+    /// Number of used cells.
+    #[must_use]
+    pub fn n_used(&self) -> u32 {
+        self.used.len()
+    }
+
+    /// One past the last used cell, 0 if there is none.
+    #[must_use]
+    pub fn used_max_p1(&self) -> u32 {
+        self.used.last().map_or(0, |cell| cell + 1)
+    }
+
+    /// Where the next search for free cells starts.
+    #[must_use]
+    pub fn head(&self) -> u32 {
+        self.head
+    }
+
+    /// Whether cells know more than their position.
+    #[must_use]
+    pub fn has_ext(&self) -> bool {
+        self.has_ext
+    }
+
+    /// What `cell` holds; `None` if it is empty.
+    #[must_use]
+    pub fn meta(&self, cell: u32) -> Option<CellMeta> {
+        let i = cell as usize;
+        self.used.contains(cell).then(|| CellMeta {
+            pos: self.pos[i],
+            ext: self.ext.get(i).copied().unwrap_or_default(),
+            seqs: self.seqs[i],
+        })
+    }
+
+    /// By how much the K of `cell` is still to be rotated.
+    #[must_use]
+    pub fn shift(&self, cell: u32) -> Pos {
+        self.shift.get(&cell).copied().unwrap_or(0)
+    }
+
+    /// The used cells, ascending.
+    pub fn used_cells(&self) -> impl Iterator<Item = u32> + '_ {
+        self.used.iter()
+    }
+
+    /// Number of cells of `seq`.
+    #[must_use]
+    pub fn seq_len(&self, seq: Seq) -> usize {
+        self.index[seq.index()].as_slice().len()
+    }
+
+    /// Smallest position of `seq`; `None` if it has no cell.
+    #[must_use]
+    pub fn seq_pos_min(&self, seq: Seq) -> Option<Pos> {
+        self.index[seq.index()].as_slice().first().map(|&(pos, _)| pos)
+    }
+
+    /// Largest position of `seq`; `None` if it has no cell.
+    #[must_use]
+    pub fn seq_pos_max(&self, seq: Seq) -> Option<Pos> {
+        self.index[seq.index()].as_slice().last().map(|&(pos, _)| pos)
+    }
+
+    /// `(pos, cell)` of the cells of `seq` in `range`, ordered.
+    #[must_use]
+    pub fn seq_cells(&self, seq: Seq, range: PosRange) -> &[(Pos, u32)] {
+        self.index[seq.index()].range(range)
+    }
+
+    /// Empties every cell; the next search starts at 0.
+    pub fn clear(&mut self) {
+        self.rm(PosRange::ALL);
+        self.head = 0;
+    }
+
+    /// Takes `seq` out of its cells in `range`.
+    pub fn seq_rm(&mut self, seq: Seq, range: PosRange) {
+        for (_, cell) in self.index[seq.index()].take(range) {
+            self.seqs[cell as usize].remove(seq);
+            if self.seqs[cell as usize].is_empty() {
+                self.free(cell);
+            }
+        }
+    }
+
+    /// Empties the cells in `range`, whichever sequences they belong to.
+    pub fn rm(&mut self, range: PosRange) {
+        for i in 0..self.index.len() {
+            for (_, cell) in self.index[i].take(range) {
+                self.free(cell);
+            }
+        }
+    }
+
+    /// Adds `dst` to the cells of `src` in `range`.
+    pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange) {
+        let mut entries = self.seq_cells(src, range).to_vec();
+        entries.retain(|&(_, cell)| !self.seqs[cell as usize].contains(dst));
+        for &(_, cell) in &entries {
+            self.seqs[cell as usize].insert(dst);
+        }
+        self.index[dst.index()].insert_all(&entries);
+    }
+
+    /// Takes every sequence but `seq` out of all cells.
+    pub fn seq_keep(&mut self, seq: Seq) {
+        for i in (0..self.index.len()).filter(|&i| i != seq.index()) {
+            for (_, cell) in self.index[i].take(PosRange::ALL) {
+                if self.seqs[cell as usize].contains(seq) {
+                    self.seqs[cell as usize] = SeqSet::of(seq);
+                } else {
+                    self.free(cell);
+                }
+            }
+        }
+    }
+
+    /// Adds `delta` to the positions of `seq` in `range`; a cell that gets below 0 is emptied.
+    /// A cell that other sequences share moves in them too.
+    ///
+    /// # Errors
+    /// [`Error::PosOverflow`] if a position would get too large; nothing changes then.
+    pub fn seq_add(&mut self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
+        // Not `is_empty`: llama.cpp resets the head for a range that ends before it starts.
+        if delta == 0 || i64::from(range.p0) == range.p1 {
+            return Ok(());
+        }
+        if let Some(&(pos, _)) = self.seq_cells(seq, range).last()
+            && pos.checked_add(delta).is_none()
+        {
+            return Err(Error::PosOverflow { pos, delta });
+        }
+        let first_freed = self.map_pos(seq, range, |pos| pos + delta);
+        self.head = first_freed.unwrap_or(0);
+        Ok(())
+    }
+
+    /// Divides the positions of `seq` in `range` by `d`.
+    /// A cell that other sequences share moves in them too.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if `d` is below 1.
+    pub fn seq_div(&mut self, seq: Seq, range: PosRange, d: i32) -> Result<()> {
+        if d < 1 {
+            return Err(Error::arg("d", format!("{d} is not a positive divisor")));
+        }
+        self.map_pos(seq, range, |pos| pos / d);
+        Ok(())
+    }
+
+    /// Whether some cell's K is still to be rotated.
+    #[must_use]
+    pub fn has_shift(&self) -> bool {
+        !self.shift.is_empty()
+    }
+
+    /// The cells whose K is still to be rotated and by how much (never 0), ascending by cell.
+    pub fn shifted(&self) -> impl Iterator<Item = (u32, Pos)> {
+        self.shift.iter().map(|(&cell, &shift)| (cell, shift))
+    }
+
+    /// Every K is rotated for the position of its cell.
+    pub fn shift_done(&mut self) {
+        self.shift.clear();
+    }
+
+    /// Makes this stream a copy of sequence `src` of `other`, as sequence `dst`, in the same cells.
+    ///
+    /// Whatever it held goes. The streams must have the same size; pending shifts come along, since the
+    /// rows that are copied with the cells are not rotated yet either.
+    pub fn seq_cp_from(&mut self, other: &Self, src: Seq, dst: Seq) {
+        self.clear();
+        for &(pos, cell) in other.seq_cells(src, PosRange::ALL) {
+            let ext = other.ext.get(cell as usize).copied().unwrap_or_default();
+            self.fill(cell, &CellMeta { pos, ext, seqs: SeqSet::of(dst) });
+            if let Some(&shift) = other.shift.get(&cell) {
+                self.shift.insert(cell, shift);
+            }
+        }
+        self.index[dst.index()] = other.index[src.index()].clone();
+        self.head = other.head;
+    }
+
+    /// Moves the cells of `seq` in `range` to `new_pos` of their position.
+    /// Returns the first cell that this empties.
+    ///
+    /// Rotating K by n moves it n positions forward, so the pending shift grows by new - old, for a division
+    /// too. llama.cpp adds old - new in `pos_div`: its K-shift turns divided cells away from their new
+    /// position, and its own `seq_cp`, which takes pos - shift for the position before the shift, breaks on
+    /// them.
+    fn map_pos(&mut self, seq: Seq, range: PosRange, new_pos: impl Fn(Pos) -> Pos) -> Option<u32> {
+        let cells: Vec<u32> = self.seq_cells(seq, range).iter().map(|&(_, cell)| cell).collect();
+        let mut first_freed = None;
+        self.unlist(&cells);
+        for &cell in &cells {
+            let old = self.pos[cell as usize];
+            let new = new_pos(old);
+            if new < 0 {
+                self.free(cell);
+                first_freed = Some(first_freed.map_or(cell, |first: u32| first.min(cell)));
+                continue;
+            }
+            self.pos[cell as usize] = new;
+            match self.shift(cell) + (new - old) {
+                0 => self.shift.remove(&cell),
+                shift => self.shift.insert(cell, shift),
+            };
+        }
+        self.list(&cells);
+        first_freed
+    }
+
+    /// Sets an empty cell, which is still to be listed.
+    fn fill(&mut self, cell: u32, meta: &CellMeta) {
+        let i = cell as usize;
+        self.pos[i] = meta.pos;
+        self.seqs[i] = meta.seqs;
+        if self.has_ext {
+            self.ext[i] = meta.ext;
+        }
+        self.used.insert(cell);
+    }
+
+    /// Empties a cell that is not listed any more. The next search starts there at the latest.
+    fn free(&mut self, cell: u32) {
+        self.seqs[cell as usize] = SeqSet::EMPTY;
+        self.used.remove(cell);
+        self.shift.remove(&cell);
+        self.head = self.head.min(cell);
+    }
+
+    /// Enters `cells` in the index of each of their sequences.
+    fn list(&mut self, cells: &[u32]) {
+        for (seq, entries) in self.by_seq(cells) {
+            self.index[seq.index()].insert_all(&entries);
+        }
+    }
+
+    /// Takes `cells` out of the index of each of their sequences.
+    fn unlist(&mut self, cells: &[u32]) {
+        for (seq, entries) in self.by_seq(cells) {
+            self.index[seq.index()].remove_all(&entries);
+        }
+    }
+
+    /// The index entries of `cells`, sorted.
+    fn by_seq(&self, cells: &[u32]) -> BTreeMap<Seq, Vec<(Pos, u32)>> {
+        let mut entries = BTreeMap::<Seq, Vec<(Pos, u32)>>::new();
+        for &cell in cells {
+            for seq in self.seqs[cell as usize].iter() {
+                entries.entry(seq).or_default().push((self.pos[cell as usize], cell));
+            }
+        }
+        for list in entries.values_mut() {
+            list.sort_unstable();
+        }
+        entries
+    }
+}

@@ -1,0 +1,866 @@
+// kvstate: save, restore, checkpoint and file the KV cache of one sequence, with llama.cpp's exact bytes and
+// calls. https://github.com/kvstate/kvstate, MIT
+//
+// The contract of all calls
+//
+// Threads. A context may move between threads. One call at a time may use it; calls marked Const change nothing
+// and may run side by side with each other. kvs_last_error is per thread.
+//
+// Failure. Calls with llama.cpp's names (kvs_ for llama_) return what llama.cpp's return: 0 or false is
+// failure. Other calls return a kvs_status. kvs_last_error() gives the reason in words, naming the field and
+// both values; one line with it goes to the log callback. Out-parameters are written only on success, and a
+// failed call changes nothing unless it says so. No call throws, unwinds or aborts on bad input.
+//
+// Pointers. Every pointer is valid for what the call reads or writes through it, and used by nobody else
+// meanwhile; NULL is an error where nothing else is said, or fine for an array of no elements. What a struct
+// points to is copied during the call, except adopted K and V, which must outlive the context and must not be
+// written by others while a call that reads or writes K or V runs. A handle is freed once, by its free call.
+//
+// Structs. One that starts with struct_size can grow: fill it with its init call (or the inline
+// kvs_X_default_params()) before you set fields, and a program keeps working with a newer library.
+//
+// Bytes. State sizes and contents are llama.cpp's, little-endian. get_data writes exactly get_size bytes;
+// set_data returns the bytes it consumed. A state is untrusted input: whatever is wrong with it, the call
+// fails with a reason and the context keeps what it held, byte for byte.
+
+
+#ifndef KVSTATE_H
+#define KVSTATE_H
+
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// Type numbers of ggml that K and V may have; any other number of ggml's is accepted for its size.
+#define KVS_TYPE_F32 0
+
+// 16-bit floats.
+#define KVS_TYPE_F16 1
+
+// 4 bits, blocks of 32 with a scale.
+#define KVS_TYPE_Q4_0 2
+
+// 4 bits, blocks of 32 with a scale and a minimum.
+#define KVS_TYPE_Q4_1 3
+
+// 5 bits, blocks of 32 with a scale.
+#define KVS_TYPE_Q5_0 6
+
+// 5 bits, blocks of 32 with a scale and a minimum.
+#define KVS_TYPE_Q5_1 7
+
+// 8 bits, blocks of 32 with a scale.
+#define KVS_TYPE_Q8_0 8
+
+// 4 bits, non-linear, blocks of 32.
+#define KVS_TYPE_IQ4_NL 20
+
+// bfloat16.
+#define KVS_TYPE_BF16 30
+
+// Full attention.
+#define KVS_SWA_TYPE_NONE 0
+
+// A position sees the n_swa latest ones, itself included.
+#define KVS_SWA_TYPE_STANDARD 1
+
+// A position sees its own chunk of n_swa positions.
+#define KVS_SWA_TYPE_CHUNKED 2
+
+// A position sees n_swa / 2 positions to either side.
+#define KVS_SWA_TYPE_SYMMETRIC 3
+
+// A section of the memory: an attention cache, described by kv.
+#define KVS_SECTION_KV 1
+
+// Nothing is said: files older than version 4 that may be rotated are refused.
+#define KVS_LEGACY_ROTATION_UNSTATED 0
+
+// Files older than version 4 were made with the rotation that llama.cpp applies to quantised caches.
+#define KVS_LEGACY_ROTATION_ROTATED 1
+
+// Files older than version 4 were made without rotation.
+#define KVS_LEGACY_ROTATION_PLAIN 2
+
+// A call failed, or something was damaged.
+#define KVS_LOG_ERROR 1
+
+// Something was odd, and was dealt with.
+#define KVS_LOG_WARN 2
+
+// Worth knowing.
+#define KVS_LOG_INFO 3
+
+// A context: the KV cache of a model's sequences.
+typedef struct kvs_context kvs_context;
+
+// The memory of a context.
+typedef struct kvs_memory kvs_memory;
+
+// Cells for the tokens of a ubatch, as kvs_slot_prepare found them.
+typedef struct kvs_slot kvs_slot;
+
+// What a call returns that is not one of llama.cpp's: KVS_STATUS_OK or a reason. kvs_last_error() says more.
+typedef int32_t kvs_status;
+
+// One layer of an attention cache. Fill with kvs_kv_layer_params_init first.
+typedef struct kvs_kv_layer_params {
+    // sizeof(kvs_kv_layer_params), set by the init call.
+    size_t struct_size;
+    // ggml type of K.
+    int32_t type_k;
+    // ggml type of V.
+    int32_t type_v;
+    // Elements of one cell of K, all heads together.
+    uint32_t n_embd_k_gqa;
+    // Elements of one cell of V; 0: the layer has no V (MLA).
+    uint32_t n_embd_v_gqa;
+    // Memory of the caller for K (adopted), first cell of stream 0; NULL: kvstate allocates (managed). Either
+    // all layers of a context's section are adopted or none. It must outlive the context.
+    void *k;
+    // Memory of the caller for V.
+    void *v;
+    // Bytes from one cell of K to the next; 0: the size of a row.
+    uint64_t k_cell_stride;
+    // Bytes from one stream of K to the next; 0: kv_size cells.
+    uint64_t k_stream_stride;
+    // Bytes from one cell of V to the next; 0: the size of a row, or of an element if V is transposed.
+    uint64_t v_cell_stride;
+    // Bytes from one channel of transposed V to the next; 0: kv_size elements.
+    uint64_t v_channel_stride;
+    // Bytes from one stream of V to the next; 0: all of one stream's V.
+    uint64_t v_stream_stride;
+} kvs_kv_layer_params;
+
+// An attention cache. Fill with kvs_kv_params_init first.
+typedef struct kvs_kv_params {
+    // sizeof(kvs_kv_params), set by the init call.
+    size_t struct_size;
+    // Cells of each stream.
+    uint32_t kv_size;
+    // Number of layers.
+    uint32_t n_layer;
+    // The layers, in the order of the model.
+    const struct kvs_kv_layer_params *layers;
+    // KVS_SWA_TYPE_*. The rule of a partial state looks at this, never at the model.
+    uint32_t swa_type;
+    // Size of the window in positions.
+    uint32_t n_swa;
+    // 1: V is transposed, channel by channel (flash attention off).
+    uint32_t v_trans;
+    // 1: cells carry an ext, x, y and token (n_pos_per_embd > 1, or n-gram embeddings).
+    uint32_t cell_ext;
+    // Size of the Hadamard rotation applied to K, as llama.cpp does for quantised caches; 0: none.
+    uint32_t n_rot_k;
+    // Size of the Hadamard rotation applied to V; 0: none.
+    uint32_t n_rot_v;
+    // Elements of one head of K, 0: unknown. Only files older than version 4 need it.
+    uint32_t n_embd_head_k;
+    // Elements of one head of V, 0: unknown.
+    uint32_t n_embd_head_v;
+} kvs_kv_params;
+
+// A section of the memory. Fill with kvs_section_params_init first.
+typedef struct kvs_section_params {
+    // sizeof(kvs_section_params), set by the init call.
+    size_t struct_size;
+    // KVS_SECTION_KV.
+    uint32_t kind;
+    // 0.
+    uint32_t reserved;
+    // The attention cache.
+    const struct kvs_kv_params *kv;
+} kvs_section_params;
+
+// Position of a token in its sequence.
+typedef int32_t kvs_pos;
+
+// Rotates the K rows of n cells of a stream of a section, in every layer: cells[i] by shifts[i] positions
+// forward (never 0). Returns 0 if it did. Called from calls that write a state, before K is read; it must not
+// call the library with the same context.
+typedef int32_t (*kvs_shift_callback)(void *user_data,
+                                      uint32_t section,
+                                      uint32_t stream,
+                                      const uint32_t *cells,
+                                      const kvs_pos *shifts,
+                                      size_t n);
+
+// A context. Fill with kvs_context_params_init first.
+typedef struct kvs_context_params {
+    // sizeof(kvs_context_params), set by the init call.
+    size_t struct_size;
+    // Sequences, 1 to 256.
+    uint32_t n_seq_max;
+    // 1: all sequences share one stream of kv_size cells; 0: one stream of kv_size cells for each.
+    uint32_t unified;
+    // The sections in write order: one attention cache, or full attention and then SWA (iSWA).
+    const struct kvs_section_params *sections;
+    // Number of sections.
+    uint32_t n_section;
+    // KVS_LEGACY_ROTATION_*.
+    uint32_t legacy_rotation;
+    // Architecture name, in whole-context states; NULL: empty.
+    const char *arch;
+    // Rotates K after kvs_memory_seq_add and seq_div; NULL: nobody does.
+    kvs_shift_callback shift;
+    // For shift.
+    void *shift_user_data;
+    // 1, with shift NULL: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
+    // before the next decode or save.
+    uint32_t shift_by_engine;
+    // Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
+    // UINT32_MAX: all, so that the restored sequence can be cut to any prefix.
+    uint32_t max_masked_cells;
+} kvs_context_params;
+
+// Sequence id, below n_seq_max.
+typedef int32_t kvs_seq_id;
+
+// Token id.
+typedef int32_t kvs_token;
+
+// A ubatch, with the arrays of llama_batch. Fill with kvs_ubatch_init first.
+typedef struct kvs_ubatch {
+    // sizeof(kvs_ubatch), set by the init call.
+    size_t struct_size;
+    // Number of tokens.
+    uint32_t n_tokens;
+    // 0.
+    uint32_t reserved;
+    // Position of each token.
+    const kvs_pos *pos;
+    // Number of sequences of each token, at least 1; NULL: 1 each.
+    const int32_t *n_seq_id;
+    // Sequences of each token, all of one stream; NULL: sequence 0.
+    const kvs_seq_id *const *seq_id;
+    // Token ids, kept by sections with cell_ext; NULL: embeddings.
+    const kvs_token *token;
+    // M-RoPE columns, kept by sections with cell_ext; NULL: 0.
+    const kvs_pos *x;
+    // M-RoPE rows, kept by sections with cell_ext; NULL: 0.
+    const kvs_pos *y;
+} kvs_ubatch;
+
+// K or V of one layer in one stream. Rows: cell c is the row at data + c * cell_stride. Transposed V: channel
+// j of cell c is at data + j * channel_stride + c * cell_stride.
+typedef struct kvs_plane {
+    // Address of cell 0; NULL if the layer has no V.
+    void *data;
+    // ggml type.
+    int32_t ggml_type;
+    // Elements of one cell.
+    uint32_t n_embd;
+    // Bytes from one cell to the next.
+    uint64_t cell_stride;
+    // Bytes from one channel to the next; 0 for rows.
+    uint64_t channel_stride;
+} kvs_plane;
+
+// What is known of a cell.
+typedef struct kvs_cell {
+    // Position; -1 if the cell is empty.
+    kvs_pos pos;
+    // Positions by which K still has to be rotated forward.
+    kvs_pos shift;
+    // M-RoPE column.
+    kvs_pos x;
+    // M-RoPE row.
+    kvs_pos y;
+    // Token; -1 if unknown.
+    kvs_token tok;
+    // 0.
+    uint32_t reserved;
+    // Its sequences: bit s % 64 of seqs[s / 64] for sequence s.
+    uint64_t seqs[4];
+} kvs_cell;
+
+// Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library.
+typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_data);
+
+// The memory of a context; lives as long as the context does.
+typedef struct kvs_memory *kvs_memory_t;
+
+// What a sequence state holds and where: KVS_STATE_SEQ_FLAGS_*, combined.
+typedef uint32_t kvs_state_seq_flags;
+
+// The whole state of the sequence.
+#define KVS_STATE_SEQ_FLAGS_NONE 0
+
+// The older name of KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY.
+#define KVS_STATE_SEQ_FLAGS_SWA_ONLY 1
+
+// Only what kvs_memory_seq_rm cannot roll back: the cells of SWA sections that the window still shows. Of a
+// full-attention cache that is nothing: 8 bytes.
+#define KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY 1
+
+// The tensors stay in memory of the context, the blob holds metadata only. A sequence has one such state: a
+// new one replaces it. The state survives kvs_memory_clear.
+#define KVS_STATE_SEQ_FLAGS_ON_DEVICE 2
+
+// Done.
+#define KVS_STATUS_OK 0
+
+// An argument or a parameter makes no sense; the message names it.
+#define KVS_STATUS_INVALID_ARGUMENT 1
+
+// A handle is NULL, freed, or of another kind.
+#define KVS_STATUS_INVALID_HANDLE 2
+
+// An internal error in an earlier call left the context unusable; kvs_context_free still works.
+#define KVS_STATUS_POISONED 3
+
+// A buffer of the caller is too small; it is untouched.
+#define KVS_STATUS_BUFFER_TOO_SMALL 4
+
+// The bytes end before the state does.
+#define KVS_STATUS_TRUNCATED 5
+
+// The bytes are no state, or hold a value that no state can hold.
+#define KVS_STATUS_CORRUPT 6
+
+// A file of a version that is not read.
+#define KVS_STATUS_UNSUPPORTED_VERSION 7
+
+// The state was made with another geometry than the cache has.
+#define KVS_STATUS_MISMATCH 8
+
+// A file older than version 4 does not say whether K and V are rotated: see legacy_rotation.
+#define KVS_STATUS_ROTATION_UNSTATED 9
+
+// Too few cells that can be used.
+#define KVS_STATUS_NO_SPACE 10
+
+// The ON_DEVICE state behind a blob is gone or was replaced by a later one.
+#define KVS_STATUS_NO_DEVICE_STATE 11
+
+// Positions cannot be shifted in this context.
+#define KVS_STATUS_CANNOT_SHIFT 12
+
+// Shifts are pending and could not be applied.
+#define KVS_STATUS_SHIFT_FAILED 13
+
+// The cache changed between prepare and commit.
+#define KVS_STATUS_STALE 14
+
+// An operating-system call on a file failed.
+#define KVS_STATUS_IO 15
+
+// Memory for the cache or a state could not be had.
+#define KVS_STATUS_OUT_OF_MEMORY 16
+
+// A bug in kvstate was caught at the boundary.
+#define KVS_STATUS_INTERNAL 17
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_kv_layer_params_init(struct kvs_kv_layer_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_kv_params_init(struct kvs_kv_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_section_params_init(struct kvs_section_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_context_params_init(struct kvs_context_params *params, size_t struct_size);
+
+// Creates a context; params and everything it points to (but not adopted memory) may go afterwards. *ctx_out
+// is written only on success. Free it with kvs_context_free.
+kvs_status kvs_context_new(const struct kvs_context_params *params, struct kvs_context **ctx_out);
+
+// Frees a context and what it owns; adopted memory is the caller's. NULL is fine.
+void kvs_context_free(struct kvs_context *ctx);
+
+// Number of streams: 1, or one per sequence. Sequence s is in stream 0, or in stream s. 0: failed. Const.
+uint32_t kvs_n_stream(const struct kvs_context *ctx);
+
+// States what files older than version 4 leave open: KVS_LEGACY_ROTATION_*.
+kvs_status kvs_set_legacy_rotation(struct kvs_context *ctx, uint32_t rotation);
+
+// Cells of an SWA section as llama.cpp sizes it: the windows of the sequences of one stream and a ubatch, at
+// most kv_size, padded to 256.
+uint32_t kvs_swa_kv_size(uint32_t kv_size,
+                         uint32_t n_swa,
+                         uint32_t n_seq_max,
+                         uint32_t n_ubatch,
+                         bool unified);
+
+// Bytes of n elements of a ggml type; 0: no such type, or no whole number of its blocks.
+uint64_t kvs_row_size(int32_t ggml_type, uint32_t n);
+
+// Version of the library: major * 10000 + minor * 100 + patch.
+uint32_t kvs_version(void);
+
+// Fills the struct of struct_size bytes at ubatch with defaults.
+kvs_status kvs_ubatch_init(struct kvs_ubatch *ubatch, size_t struct_size);
+
+// Finds a cell for each token of a ubatch in every section, as llama.cpp would. The cache does not change:
+// commit the slot or leave it, then free it with kvs_slot_free. *slot_out is written only on success;
+// KVS_STATUS_NO_SPACE if there are too few cells. Const.
+kvs_status kvs_slot_prepare(const struct kvs_context *ctx,
+                            const struct kvs_ubatch *ubatch,
+                            struct kvs_slot **slot_out);
+
+// The cell of each token in a section, in the order of the ubatch; n is the number of tokens. Const.
+kvs_status kvs_slot_cells(const struct kvs_slot *slot, uint32_t section, uint32_t *cells, size_t n);
+
+// Gives the cells of slot to its tokens: call it before K and V of the ubatch are written into the cells.
+// KVS_STATUS_STALE if the cache has changed since kvs_slot_prepare; nothing changes then.
+kvs_status kvs_slot_commit(struct kvs_context *ctx, const struct kvs_slot *slot);
+
+// Frees a slot, committed or not. NULL is fine.
+void kvs_slot_free(struct kvs_slot *slot);
+
+// Cells that attention has to look at in a stream of a section: up to the last used one, padded to a multiple
+// of n_pad (llama.cpp: 256), at most kv_size. Const.
+kvs_status kvs_n_kv(const struct kvs_context *ctx,
+                    uint32_t section,
+                    uint32_t stream,
+                    uint32_t n_pad,
+                    uint32_t *n_kv_out);
+
+// The mask row of token i of a ubatch against the first n_kv cells of its stream in a section: 0 where the
+// token attends, -INFINITY where it does not. Causal, with the section's window. Const.
+kvs_status kvs_mask_row(const struct kvs_context *ctx,
+                        uint32_t section,
+                        const struct kvs_ubatch *ubatch,
+                        uint32_t i,
+                        float *row,
+                        size_t n_kv);
+
+// Where K and V of a layer lie in a stream of a section. v may be NULL. Const.
+kvs_status kvs_kv_plane(const struct kvs_context *ctx,
+                        uint32_t section,
+                        uint32_t stream,
+                        uint32_t layer,
+                        struct kvs_plane *k_out,
+                        struct kvs_plane *v_out);
+
+// What is known of a cell. Const.
+kvs_status kvs_cell_get(const struct kvs_context *ctx,
+                        uint32_t section,
+                        uint32_t stream,
+                        uint32_t cell,
+                        struct kvs_cell *cell_out);
+
+// The cells of a stream of a section whose K has to be rotated, and by how many positions each. *n_out is
+// their number; with too small a capacity nothing else is written (KVS_STATUS_BUFFER_TOO_SMALL), so ask with
+// capacity 0 first. Const.
+kvs_status kvs_shift_get(const struct kvs_context *ctx,
+                         uint32_t section,
+                         uint32_t stream,
+                         uint32_t *cells,
+                         kvs_pos *shifts,
+                         size_t capacity,
+                         size_t *n_out);
+
+// The engine has rotated K of everything that kvs_shift_get lists, in all streams and sections.
+kvs_status kvs_shift_done(struct kvs_context *ctx);
+
+// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process.
+kvs_status kvs_log_set(kvs_log_callback callback, void *user_data);
+
+// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does.
+kvs_memory_t kvs_get_memory(const struct kvs_context *ctx);
+
+// Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive.
+void kvs_memory_clear(kvs_memory_t mem, bool data);
+
+// Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the
+// end. False if a section cannot remove just that range (attention always can), or seq_id is out of range.
+bool kvs_memory_seq_rm(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1);
+
+// Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well. Between streams the sequence is copied at
+// once, cells and data, and replaces seq_id_dst; the range must hold all of it. On failure nothing changes
+// and kvs_last_error says why.
+void kvs_memory_seq_cp(kvs_memory_t mem,
+                       kvs_seq_id seq_id_src,
+                       kvs_seq_id seq_id_dst,
+                       kvs_pos p0,
+                       kvs_pos p1);
+
+// Removes all other sequences from the stream of seq_id (other streams keep theirs, as in llama.cpp).
+void kvs_memory_seq_keep(kvs_memory_t mem, kvs_seq_id seq_id);
+
+// Adds delta to the positions [p0, p1) of a sequence; K is rotated later, see shift in kvs_context_params.
+// Refused (nothing changes, kvs_last_error says why) where kvs_memory_can_shift is false.
+void kvs_memory_seq_add(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, kvs_pos delta);
+
+// Divides the positions [p0, p1) of a sequence by d >= 1; as kvs_memory_seq_add otherwise.
+void kvs_memory_seq_div(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, int32_t d);
+
+// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
+kvs_pos kvs_memory_seq_pos_min(kvs_memory_t mem, kvs_seq_id seq_id);
+
+// Largest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
+kvs_pos kvs_memory_seq_pos_max(kvs_memory_t mem, kvs_seq_id seq_id);
+
+// Whether positions can be shifted: somebody rotates K, and all sections have the same size. Const.
+bool kvs_memory_can_shift(kvs_memory_t mem);
+
+// Bytes of the state of the whole context. Const.
+size_t kvs_state_get_size(struct kvs_context *ctx);
+
+// Writes the state of the whole context to dst, which has size bytes; returns the bytes written. 0: failed,
+// dst is untouched.
+size_t kvs_state_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size);
+
+// Replaces all sequences by the state in src; returns the bytes consumed. 0: failed, nothing has changed.
+size_t kvs_state_set_data(struct kvs_context *ctx, const uint8_t *src, size_t size);
+
+// Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
+// n_token_capacity of them. False: failed, nothing has changed and nothing was written.
+bool kvs_state_load_file(struct kvs_context *ctx,
+                         const char *path_session,
+                         kvs_token *tokens_out,
+                         size_t n_token_capacity,
+                         size_t *n_token_count_out);
+
+// Writes the whole context and a token list to a file (version 11): beside it, synced, then renamed over it.
+// False: failed, a file that was there is untouched.
+bool kvs_state_save_file(struct kvs_context *ctx,
+                         const char *path_session,
+                         const kvs_token *tokens,
+                         size_t n_token_count);
+
+// kvs_state_seq_get_size_ext with KVS_STATE_SEQ_FLAGS_NONE. Const.
+size_t kvs_state_seq_get_size(struct kvs_context *ctx, kvs_seq_id seq_id);
+
+// kvs_state_seq_get_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
+size_t kvs_state_seq_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size, kvs_seq_id seq_id);
+
+// kvs_state_seq_set_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
+size_t kvs_state_seq_set_data(struct kvs_context *ctx,
+                              const uint8_t *src,
+                              size_t size,
+                              kvs_seq_id dest_seq_id);
+
+// Writes a sequence and a token list to a file (version 4): beside it, synced, then renamed over it. Returns
+// the size of the file. 0: failed, a file that was there is untouched.
+size_t kvs_state_seq_save_file(struct kvs_context *ctx,
+                               const char *filepath,
+                               kvs_seq_id seq_id,
+                               const kvs_token *tokens,
+                               size_t n_token_count);
+
+// Replaces sequence dest_seq_id by the one in a sequence file (versions 2 to 4) and gives its tokens. Returns
+// the offset behind the state, where appendices begin. 0: failed, nothing has changed and nothing was
+// written. With tokens_out NULL only the token count is reported, checked against the size of the file, and no
+// state is loaded.
+size_t kvs_state_seq_load_file(struct kvs_context *ctx,
+                               const char *filepath,
+                               kvs_seq_id dest_seq_id,
+                               kvs_token *tokens_out,
+                               size_t n_token_capacity,
+                               size_t *n_token_count_out);
+
+// Bytes of a sequence's state with these flags: exactly what kvs_state_seq_get_data_ext writes. Const.
+size_t kvs_state_seq_get_size_ext(struct kvs_context *ctx, kvs_seq_id seq_id, kvs_state_seq_flags flags);
+
+// Writes a sequence's state to dst, which has size bytes; returns the bytes written. 0: failed; dst is
+// untouched if it is too small. Pending shifts are applied first.
+size_t kvs_state_seq_get_data_ext(struct kvs_context *ctx,
+                                  uint8_t *dst,
+                                  size_t size,
+                                  kvs_seq_id seq_id,
+                                  kvs_state_seq_flags flags);
+
+// Replaces sequence dest_seq_id by the state in src, in every section that the state holds; returns the bytes
+// consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
+// kvs_state_seq_get_data_ext.
+size_t kvs_state_seq_set_data_ext(struct kvs_context *ctx,
+                                  const uint8_t *src,
+                                  size_t size,
+                                  kvs_seq_id dest_seq_id,
+                                  kvs_state_seq_flags flags);
+
+// The reason of the calling thread's last failure: names the field and both values. Empty if none failed.
+// Valid until the thread's next failing call.
+const char *kvs_last_error(void);
+
+// The status of the calling thread's last failure, for calls that return 0 or false: KVS_STATUS_OK if none
+// failed.
+kvs_status kvs_last_status(void);
+
+// The reason of the calling thread's last failure: names the field and both values. Empty if none failed.
+// Valid until the thread's next failing call.
+const char *kvs_last_error(void);
+
+// The status of the calling thread's last failure, for calls that return 0 or false: KVS_STATUS_OK if none
+// failed.
+kvs_status kvs_last_status(void);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_kv_layer_params_init(struct kvs_kv_layer_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_kv_params_init(struct kvs_kv_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_section_params_init(struct kvs_section_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_context_params_init(struct kvs_context_params *params, size_t struct_size);
+
+// Creates a context; params and everything it points to (but not adopted memory) may go afterwards. *ctx_out
+// is written only on success. Free it with kvs_context_free.
+kvs_status kvs_context_new(const struct kvs_context_params *params, struct kvs_context **ctx_out);
+
+// Frees a context and what it owns; adopted memory is the caller's. NULL is fine.
+void kvs_context_free(struct kvs_context *ctx);
+
+// Number of streams: 1, or one per sequence. Sequence s is in stream 0, or in stream s. 0: failed. Const.
+uint32_t kvs_n_stream(const struct kvs_context *ctx);
+
+// States what files older than version 4 leave open: KVS_LEGACY_ROTATION_*.
+kvs_status kvs_set_legacy_rotation(struct kvs_context *ctx, uint32_t rotation);
+
+// Cells of an SWA section as llama.cpp sizes it: the windows of the sequences of one stream and a ubatch, at
+// most kv_size, padded to 256.
+uint32_t kvs_swa_kv_size(uint32_t kv_size,
+                         uint32_t n_swa,
+                         uint32_t n_seq_max,
+                         uint32_t n_ubatch,
+                         bool unified);
+
+// Bytes of n elements of a ggml type; 0: no such type, or no whole number of its blocks.
+uint64_t kvs_row_size(int32_t ggml_type, uint32_t n);
+
+// Version of the library: major * 10000 + minor * 100 + patch.
+uint32_t kvs_version(void);
+
+// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does.
+kvs_memory_t kvs_get_memory(const struct kvs_context *ctx);
+
+// Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive.
+void kvs_memory_clear(kvs_memory_t mem, bool data);
+
+// Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the
+// end. False if a section cannot remove just that range (attention always can), or seq_id is out of range.
+bool kvs_memory_seq_rm(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1);
+
+// Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well. Between streams the sequence is copied at
+// once, cells and data, and replaces seq_id_dst; the range must hold all of it. On failure nothing changes
+// and kvs_last_error says why.
+void kvs_memory_seq_cp(kvs_memory_t mem,
+                       kvs_seq_id seq_id_src,
+                       kvs_seq_id seq_id_dst,
+                       kvs_pos p0,
+                       kvs_pos p1);
+
+// Removes all other sequences from the stream of seq_id (other streams keep theirs, as in llama.cpp).
+void kvs_memory_seq_keep(kvs_memory_t mem, kvs_seq_id seq_id);
+
+// Adds delta to the positions [p0, p1) of a sequence; K is rotated later, see shift in kvs_context_params.
+// Refused (nothing changes, kvs_last_error says why) where kvs_memory_can_shift is false.
+void kvs_memory_seq_add(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, kvs_pos delta);
+
+// Divides the positions [p0, p1) of a sequence by d >= 1; as kvs_memory_seq_add otherwise.
+void kvs_memory_seq_div(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, int32_t d);
+
+// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
+kvs_pos kvs_memory_seq_pos_min(kvs_memory_t mem, kvs_seq_id seq_id);
+
+// Largest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
+kvs_pos kvs_memory_seq_pos_max(kvs_memory_t mem, kvs_seq_id seq_id);
+
+// Whether positions can be shifted: somebody rotates K, and all sections have the same size. Const.
+bool kvs_memory_can_shift(kvs_memory_t mem);
+
+// Bytes of the state of the whole context. Const.
+size_t kvs_state_get_size(struct kvs_context *ctx);
+
+// Writes the state of the whole context to dst, which has size bytes; returns the bytes written. 0: failed,
+// dst is untouched.
+size_t kvs_state_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size);
+
+// Replaces all sequences by the state in src; returns the bytes consumed. 0: failed, nothing has changed.
+size_t kvs_state_set_data(struct kvs_context *ctx, const uint8_t *src, size_t size);
+
+// Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
+// n_token_capacity of them. False: failed, nothing has changed and nothing was written.
+bool kvs_state_load_file(struct kvs_context *ctx,
+                         const char *path_session,
+                         kvs_token *tokens_out,
+                         size_t n_token_capacity,
+                         size_t *n_token_count_out);
+
+// Writes the whole context and a token list to a file (version 11): beside it, synced, then renamed over it.
+// False: failed, a file that was there is untouched.
+bool kvs_state_save_file(struct kvs_context *ctx,
+                         const char *path_session,
+                         const kvs_token *tokens,
+                         size_t n_token_count);
+
+// kvs_state_seq_get_size_ext with KVS_STATE_SEQ_FLAGS_NONE. Const.
+size_t kvs_state_seq_get_size(struct kvs_context *ctx, kvs_seq_id seq_id);
+
+// kvs_state_seq_get_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
+size_t kvs_state_seq_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size, kvs_seq_id seq_id);
+
+// kvs_state_seq_set_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
+size_t kvs_state_seq_set_data(struct kvs_context *ctx,
+                              const uint8_t *src,
+                              size_t size,
+                              kvs_seq_id dest_seq_id);
+
+// Writes a sequence and a token list to a file (version 4): beside it, synced, then renamed over it. Returns
+// the size of the file. 0: failed, a file that was there is untouched.
+size_t kvs_state_seq_save_file(struct kvs_context *ctx,
+                               const char *filepath,
+                               kvs_seq_id seq_id,
+                               const kvs_token *tokens,
+                               size_t n_token_count);
+
+// Replaces sequence dest_seq_id by the one in a sequence file (versions 2 to 4) and gives its tokens. Returns
+// the offset behind the state, where appendices begin. 0: failed, nothing has changed and nothing was
+// written. With tokens_out NULL only the token count is reported, checked against the size of the file, and no
+// state is loaded.
+size_t kvs_state_seq_load_file(struct kvs_context *ctx,
+                               const char *filepath,
+                               kvs_seq_id dest_seq_id,
+                               kvs_token *tokens_out,
+                               size_t n_token_capacity,
+                               size_t *n_token_count_out);
+
+// Bytes of a sequence's state with these flags: exactly what kvs_state_seq_get_data_ext writes. Const.
+size_t kvs_state_seq_get_size_ext(struct kvs_context *ctx, kvs_seq_id seq_id, kvs_state_seq_flags flags);
+
+// Writes a sequence's state to dst, which has size bytes; returns the bytes written. 0: failed; dst is
+// untouched if it is too small. Pending shifts are applied first.
+size_t kvs_state_seq_get_data_ext(struct kvs_context *ctx,
+                                  uint8_t *dst,
+                                  size_t size,
+                                  kvs_seq_id seq_id,
+                                  kvs_state_seq_flags flags);
+
+// Replaces sequence dest_seq_id by the state in src, in every section that the state holds; returns the bytes
+// consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
+// kvs_state_seq_get_data_ext.
+size_t kvs_state_seq_set_data_ext(struct kvs_context *ctx,
+                                  const uint8_t *src,
+                                  size_t size,
+                                  kvs_seq_id dest_seq_id,
+                                  kvs_state_seq_flags flags);
+
+// Fills the struct of struct_size bytes at ubatch with defaults.
+kvs_status kvs_ubatch_init(struct kvs_ubatch *ubatch, size_t struct_size);
+
+// Finds a cell for each token of a ubatch in every section, as llama.cpp would. The cache does not change:
+// commit the slot or leave it, then free it with kvs_slot_free. *slot_out is written only on success;
+// KVS_STATUS_NO_SPACE if there are too few cells. Const.
+kvs_status kvs_slot_prepare(const struct kvs_context *ctx,
+                            const struct kvs_ubatch *ubatch,
+                            struct kvs_slot **slot_out);
+
+// The cell of each token in a section, in the order of the ubatch; n is the number of tokens. Const.
+kvs_status kvs_slot_cells(const struct kvs_slot *slot, uint32_t section, uint32_t *cells, size_t n);
+
+// Gives the cells of slot to its tokens: call it before K and V of the ubatch are written into the cells.
+// KVS_STATUS_STALE if the cache has changed since kvs_slot_prepare; nothing changes then.
+kvs_status kvs_slot_commit(struct kvs_context *ctx, const struct kvs_slot *slot);
+
+// Frees a slot, committed or not. NULL is fine.
+void kvs_slot_free(struct kvs_slot *slot);
+
+// Cells that attention has to look at in a stream of a section: up to the last used one, padded to a multiple
+// of n_pad (llama.cpp: 256), at most kv_size. Const.
+kvs_status kvs_n_kv(const struct kvs_context *ctx,
+                    uint32_t section,
+                    uint32_t stream,
+                    uint32_t n_pad,
+                    uint32_t *n_kv_out);
+
+// The mask row of token i of a ubatch against the first n_kv cells of its stream in a section: 0 where the
+// token attends, -INFINITY where it does not. Causal, with the section's window. Const.
+kvs_status kvs_mask_row(const struct kvs_context *ctx,
+                        uint32_t section,
+                        const struct kvs_ubatch *ubatch,
+                        uint32_t i,
+                        float *row,
+                        size_t n_kv);
+
+// Where K and V of a layer lie in a stream of a section. v may be NULL. Const.
+kvs_status kvs_kv_plane(const struct kvs_context *ctx,
+                        uint32_t section,
+                        uint32_t stream,
+                        uint32_t layer,
+                        struct kvs_plane *k_out,
+                        struct kvs_plane *v_out);
+
+// What is known of a cell. Const.
+kvs_status kvs_cell_get(const struct kvs_context *ctx,
+                        uint32_t section,
+                        uint32_t stream,
+                        uint32_t cell,
+                        struct kvs_cell *cell_out);
+
+// The cells of a stream of a section whose K has to be rotated, and by how many positions each. *n_out is
+// their number; with too small a capacity nothing else is written (KVS_STATUS_BUFFER_TOO_SMALL), so ask with
+// capacity 0 first. Const.
+kvs_status kvs_shift_get(const struct kvs_context *ctx,
+                         uint32_t section,
+                         uint32_t stream,
+                         uint32_t *cells,
+                         kvs_pos *shifts,
+                         size_t capacity,
+                         size_t *n_out);
+
+// The engine has rotated K of everything that kvs_shift_get lists, in all streams and sections.
+kvs_status kvs_shift_done(struct kvs_context *ctx);
+
+// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process.
+kvs_status kvs_log_set(kvs_log_callback callback, void *user_data);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* KVSTATE_H */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// Defaults as a value, for initialisers.
+static inline kvs_kv_layer_params kvs_kv_layer_default_params(void) {
+    kvs_kv_layer_params params;
+    kvs_kv_layer_params_init(&params, sizeof params);
+    return params;
+}
+
+/// Defaults as a value, for initialisers.
+static inline kvs_kv_params kvs_kv_default_params(void) {
+    kvs_kv_params params;
+    kvs_kv_params_init(&params, sizeof params);
+    return params;
+}
+
+/// Defaults as a value, for initialisers.
+static inline kvs_section_params kvs_section_default_params(void) {
+    kvs_section_params params;
+    kvs_section_params_init(&params, sizeof params);
+    return params;
+}
+
+/// Defaults as a value, for initialisers.
+static inline kvs_context_params kvs_context_default_params(void) {
+    kvs_context_params params;
+    kvs_context_params_init(&params, sizeof params);
+    return params;
+}
+
+/// Defaults as a value, for initialisers.
+static inline kvs_ubatch kvs_ubatch_default(void) {
+    kvs_ubatch ubatch;
+    kvs_ubatch_init(&ubatch, sizeof ubatch);
+    return ubatch;
+}
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,149 @@
+//! Handles and pointers of C callers, checked before they become references.
+
+use std::ffi::{CStr, c_char};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::status::caught;
+use crate::context::Context;
+use crate::error::{Error, Result};
+
+const LIVE: u64 = 0x6b76_735f_6374_7831;
+
+/// A context: the KV cache of a model's sequences.
+pub struct kvs_context {
+    tag: u64,
+    poisoned: AtomicBool,
+    context: Context,
+}
+
+/// The memory of a context.
+pub struct kvs_memory {
+    _handle: kvs_context,
+}
+
+/// The memory of a context; lives as long as the context does.
+pub type kvs_memory_t = *mut kvs_memory;
+
+/// A new handle, owned by the caller.
+pub(super) fn into_handle(context: Context) -> *mut kvs_context {
+    Box::into_raw(Box::new(kvs_context { tag: LIVE, poisoned: AtomicBool::new(false), context }))
+}
+
+/// Frees a handle; NULL is fine.
+pub(super) unsafe fn free_handle(ctx: *mut kvs_context) -> Result<()> {
+    if ctx.is_null() {
+        return Ok(());
+    }
+    // SAFETY: the header demands a pointer that kvs_context_new returned and that was not freed.
+    unsafe {
+        if (*ctx).tag != LIVE {
+            return Err(Error::InvalidHandle { name: "ctx" });
+        }
+        (*ctx).tag = 0;
+        drop(Box::from_raw(ctx));
+    }
+    Ok(())
+}
+
+fn check(handle: &kvs_context) -> Result<()> {
+    if handle.tag != LIVE {
+        return Err(Error::InvalidHandle { name: "ctx" });
+    }
+    if handle.poisoned.load(Ordering::Relaxed) {
+        return Err(Error::Poisoned);
+    }
+    Ok(())
+}
+
+/// Runs a call that changes nothing.
+pub(super) unsafe fn with_context<T>(
+    ctx: *const kvs_context,
+    call: impl FnOnce(&Context) -> Result<T>,
+) -> Result<T> {
+    // SAFETY: the header demands NULL or a live context that no changing call uses meanwhile.
+    let handle = unsafe { ctx.as_ref() }.ok_or(Error::InvalidHandle { name: "ctx" })?;
+    check(handle)?;
+    call(&handle.context)
+}
+
+/// Runs a call that may change the context. A panic in the middle of a change poisons it.
+pub(super) unsafe fn with_context_mut<T>(
+    ctx: *mut kvs_context,
+    call: impl FnOnce(&mut Context) -> Result<T>,
+) -> Result<T> {
+    // SAFETY: the header demands NULL or a live context that no other call uses meanwhile.
+    let handle = unsafe { ctx.as_mut() }.ok_or(Error::InvalidHandle { name: "ctx" })?;
+    check(handle)?;
+    let result = caught(|| call(&mut handle.context));
+    if matches!(result, Err(Error::Internal(_))) {
+        handle.poisoned.store(true, Ordering::Relaxed);
+    }
+    result
+}
+
+/// The caller's array; NULL only if it is empty.
+pub(super) unsafe fn array<'a, T>(name: &str, ptr: *const T, len: usize) -> Result<&'a [T]> {
+    if len == 0 {
+        return Ok(&[]);
+    }
+    check_array(name, ptr, len)?;
+    // SAFETY: not NULL, aligned, not larger than memory; the header demands `len` readable elements that
+    // nobody changes during the call.
+    Ok(unsafe { std::slice::from_raw_parts(ptr, len) })
+}
+
+/// The caller's array to write into; NULL only if it is empty.
+pub(super) unsafe fn array_mut<'a, T>(name: &str, ptr: *mut T, len: usize) -> Result<&'a mut [T]> {
+    if len == 0 {
+        return Ok(&mut []);
+    }
+    check_array(name, ptr, len)?;
+    // SAFETY: not NULL, aligned, not larger than memory; the header demands `len` writable elements that
+    // nobody else uses during the call. Only plain numbers and bytes are written, never read first.
+    Ok(unsafe { std::slice::from_raw_parts_mut(ptr, len) })
+}
+
+fn check_array<T>(name: &str, ptr: *const T, len: usize) -> Result<()> {
+    if ptr.is_null() {
+        return Err(Error::arg(name, format!("NULL for {len} elements")));
+    }
+    if !ptr.is_aligned() {
+        return Err(Error::arg(name, format!("{ptr:p} is not aligned to {}", align_of::<T>())));
+    }
+    if len.checked_mul(size_of::<T>()).is_none_or(|bytes| bytes > isize::MAX as usize) {
+        return Err(Error::arg(name, format!("{len} elements do not fit in memory")));
+    }
+    Ok(())
+}
+
+/// A place for an out-parameter.
+pub(super) unsafe fn out<'a, T>(name: &str, ptr: *mut T) -> Result<&'a mut T> {
+    // SAFETY: as for `array_mut`, one element.
+    let one = unsafe { array_mut(name, ptr, 1) }?;
+    Ok(&mut one[0])
+}
+
+/// A NUL-terminated string.
+pub(super) unsafe fn string<'a>(name: &str, ptr: *const c_char) -> Result<&'a CStr> {
+    if ptr.is_null() {
+        return Err(Error::arg(name, "NULL"));
+    }
+    // SAFETY: not NULL; the header demands a NUL-terminated string.
+    Ok(unsafe { CStr::from_ptr(ptr) })
+}
+
+/// A path, in the system's encoding.
+pub(super) unsafe fn path<'a>(name: &str, ptr: *const c_char) -> Result<&'a Path> {
+    // SAFETY: passed on.
+    let text = unsafe { string(name, ptr) }?;
+    #[cfg(unix)]
+    {
+        use std::os::unix::ffi::OsStrExt;
+        Ok(Path::new(std::ffi::OsStr::from_bytes(text.to_bytes())))
+    }
+    #[cfg(not(unix))]
+    {
+        text.to_str().map(Path::new).map_err(|_| Error::arg(name, "not UTF-8"))
+    }
+}

@@ -1,0 +1,73 @@
+//! The log callback.
+
+use std::ffi::{CString, c_char, c_void};
+use std::sync::RwLock;
+
+use super::status::{kvs_status, status_of};
+use crate::error::Error;
+
+/// A call failed, or something was damaged.
+pub const KVS_LOG_ERROR: i32 = 1;
+/// Something was odd, and was dealt with.
+pub const KVS_LOG_WARN: i32 = 2;
+/// Worth knowing.
+pub const KVS_LOG_INFO: i32 = 3;
+
+/// Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library.
+pub type kvs_log_callback =
+    Option<unsafe extern "C" fn(level: i32, text: *const c_char, user_data: *mut c_void)>;
+
+struct Target {
+    callback: unsafe extern "C" fn(i32, *const c_char, *mut c_void),
+    user_data: *mut c_void,
+}
+
+// SAFETY: the header demands a callback and user_data that any thread may use.
+unsafe impl Send for Target {}
+// SAFETY: as above.
+unsafe impl Sync for Target {}
+
+static TARGET: RwLock<Option<Target>> = RwLock::new(None);
+
+/// Forwards the crate's log records; those of other crates are not ours to show.
+struct Forward;
+
+impl log::Log for Forward {
+    fn enabled(&self, metadata: &log::Metadata<'_>) -> bool {
+        metadata.target().starts_with("kvstate")
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        if !self.enabled(record.metadata()) {
+            return;
+        }
+        let level = match record.level() {
+            log::Level::Error => KVS_LOG_ERROR,
+            log::Level::Warn => KVS_LOG_WARN,
+            _ => KVS_LOG_INFO,
+        };
+        let text = CString::new(record.args().to_string().replace('\0', "\\0")).unwrap_or_default();
+        let target = TARGET.read().ok();
+        let target = target.as_ref().and_then(|target| target.as_ref().map(|t| (t.callback, t.user_data)));
+        if let Some((callback, user_data)) = target {
+            // SAFETY: kvs_log_set's caller vouches for both until they are replaced.
+            unsafe { callback(level, text.as_ptr(), user_data) };
+        }
+    }
+
+    fn flush(&self) {}
+}
+
+/// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvs_log_set(callback: kvs_log_callback, user_data: *mut c_void) -> kvs_status {
+    status_of(|| {
+        let mut target = TARGET.write().map_err(|_| Error::Internal("the log is poisoned".into()))?;
+        *target = callback.map(|callback| Target { callback, user_data });
+        // In a Rust program that has a logger of its own, that one keeps the records.
+        let _ = log::set_logger(&Forward);
+        let level = if target.is_some() { log::LevelFilter::Info } else { log::LevelFilter::Off };
+        log::set_max_level(level);
+        Ok(())
+    })
+}

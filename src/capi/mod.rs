@@ -1,0 +1,30 @@
+//! The C ABI: translates arguments, catches panics, records errors; everything else is below.
+//!
+//! The header is made from these modules by cbindgen, so their comments are written for its readers.
+#![allow(unsafe_code, reason = "this is where pointers of C callers become references")]
+#![allow(non_camel_case_types, reason = "C names")]
+#![allow(clippy::missing_safety_doc, reason = "the header states the contract of all calls once, at its top")]
+
+mod context;
+mod engine;
+mod handle;
+mod log;
+mod memory;
+mod params;
+mod state;
+mod status;
+
+pub use self::context::*;
+pub use self::engine::*;
+pub use self::handle::{kvs_context, kvs_memory, kvs_memory_t};
+pub use self::log::*;
+pub use self::memory::*;
+pub use self::state::*;
+pub use self::status::*;
+
+/// Position of a token in its sequence.
+pub type kvs_pos = i32;
+/// Sequence id, below n_seq_max.
+pub type kvs_seq_id = i32;
+/// Token id.
+pub type kvs_token = i32;

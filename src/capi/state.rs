@@ -1,0 +1,238 @@
+//! The state calls of llama.h.
+
+use std::ffi::c_char;
+
+use super::handle::{array, array_mut, kvs_context, out, path, with_context, with_context_mut};
+use super::status::value_or;
+use super::{kvs_seq_id, kvs_token};
+use crate::error::{Error, Result};
+use crate::session::{Loaded, seq_file_token_count};
+use crate::types::StateFlags;
+
+/// What a sequence state holds and where: KVS_STATE_SEQ_FLAGS_*, combined.
+pub type kvs_state_seq_flags = u32;
+
+/// The whole state of the sequence.
+pub const KVS_STATE_SEQ_FLAGS_NONE: kvs_state_seq_flags = 0;
+/// The older name of KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY.
+pub const KVS_STATE_SEQ_FLAGS_SWA_ONLY: kvs_state_seq_flags = 1;
+/// Only what kvs_memory_seq_rm cannot roll back: the cells of SWA sections that the window still shows. Of a
+/// full-attention cache that is nothing: 8 bytes.
+pub const KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY: kvs_state_seq_flags = 1;
+/// The tensors stay in memory of the context, the blob holds metadata only. A sequence has one such state: a
+/// new one replaces it. The state survives kvs_memory_clear.
+pub const KVS_STATE_SEQ_FLAGS_ON_DEVICE: kvs_state_seq_flags = 2;
+
+fn flags_of(flags: kvs_state_seq_flags) -> Result<StateFlags> {
+    StateFlags::from_bits(flags).ok_or(Error::UnknownFlags { flags, known: StateFlags::all().bits() })
+}
+
+fn size_of_state(size: u64) -> Result<usize> {
+    usize::try_from(size).map_err(|_| Error::OutOfMemory { what: "the state", bytes: size })
+}
+
+/// Bytes of the state of the whole context. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_get_size(ctx: *mut kvs_context) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe { with_context(ctx, |context| size_of_state(context.state_get_size()?)) })
+}
+
+/// Writes the state of the whole context to dst, which has size bytes; returns the bytes written. 0: failed,
+/// dst is untouched.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_get_data(ctx: *mut kvs_context, dst: *mut u8, size: usize) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let dst = array_mut("dst", dst, size)?;
+        with_context_mut(ctx, |context| context.state_get_data(dst))
+    })
+}
+
+/// Replaces all sequences by the state in src; returns the bytes consumed. 0: failed, nothing has changed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_set_data(ctx: *mut kvs_context, src: *const u8, size: usize) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let src = array("src", src, size)?;
+        with_context_mut(ctx, |context| context.state_set_data(src))
+    })
+}
+
+/// Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
+/// n_token_capacity of them. False: failed, nothing has changed and nothing was written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_load_file(
+    ctx: *mut kvs_context,
+    path_session: *const c_char,
+    tokens_out: *mut kvs_token,
+    n_token_capacity: usize,
+    n_token_count_out: *mut usize,
+) -> bool {
+    // SAFETY: the contract of all calls.
+    value_or(false, || unsafe {
+        let path = path("path_session", path_session)?;
+        let tokens_out = array_mut("tokens_out", tokens_out, n_token_capacity)?;
+        let loaded = with_context_mut(ctx, |context| context.state_load_file(path, tokens_out.len()))?;
+        give_tokens(&loaded, tokens_out, n_token_count_out)?;
+        Ok(true)
+    })
+}
+
+/// Writes the whole context and a token list to a file (version 11): beside it, synced, then renamed over it.
+/// False: failed, a file that was there is untouched.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_save_file(
+    ctx: *mut kvs_context,
+    path_session: *const c_char,
+    tokens: *const kvs_token,
+    n_token_count: usize,
+) -> bool {
+    // SAFETY: the contract of all calls.
+    value_or(false, || unsafe {
+        let path = path("path_session", path_session)?;
+        let tokens = array("tokens", tokens, n_token_count)?;
+        with_context_mut(ctx, |context| context.state_save_file(path, tokens))?;
+        Ok(true)
+    })
+}
+
+/// kvs_state_seq_get_size_ext with KVS_STATE_SEQ_FLAGS_NONE. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_get_size(ctx: *mut kvs_context, seq_id: kvs_seq_id) -> usize {
+    // SAFETY: passed on.
+    unsafe { kvs_state_seq_get_size_ext(ctx, seq_id, KVS_STATE_SEQ_FLAGS_NONE) }
+}
+
+/// kvs_state_seq_get_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_get_data(
+    ctx: *mut kvs_context,
+    dst: *mut u8,
+    size: usize,
+    seq_id: kvs_seq_id,
+) -> usize {
+    // SAFETY: passed on.
+    unsafe { kvs_state_seq_get_data_ext(ctx, dst, size, seq_id, KVS_STATE_SEQ_FLAGS_NONE) }
+}
+
+/// kvs_state_seq_set_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_set_data(
+    ctx: *mut kvs_context,
+    src: *const u8,
+    size: usize,
+    dest_seq_id: kvs_seq_id,
+) -> usize {
+    // SAFETY: passed on.
+    unsafe { kvs_state_seq_set_data_ext(ctx, src, size, dest_seq_id, KVS_STATE_SEQ_FLAGS_NONE) }
+}
+
+/// Writes a sequence and a token list to a file (version 4): beside it, synced, then renamed over it. Returns
+/// the size of the file. 0: failed, a file that was there is untouched.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_save_file(
+    ctx: *mut kvs_context,
+    filepath: *const c_char,
+    seq_id: kvs_seq_id,
+    tokens: *const kvs_token,
+    n_token_count: usize,
+) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let path = path("filepath", filepath)?;
+        let tokens = array("tokens", tokens, n_token_count)?;
+        let len = with_context_mut(ctx, |context| context.state_seq_save_file(path, seq_id, tokens))?;
+        size_of_state(len)
+    })
+}
+
+/// Replaces sequence dest_seq_id by the one in a sequence file (versions 2 to 4) and gives its tokens. Returns
+/// the offset behind the state, where appendices begin. 0: failed, nothing has changed and nothing was
+/// written. With tokens_out NULL only the token count is reported, checked against the size of the file, and no
+/// state is loaded.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_load_file(
+    ctx: *mut kvs_context,
+    filepath: *const c_char,
+    dest_seq_id: kvs_seq_id,
+    tokens_out: *mut kvs_token,
+    n_token_capacity: usize,
+    n_token_count_out: *mut usize,
+) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let path = path("filepath", filepath)?;
+        if tokens_out.is_null() {
+            let count = seq_file_token_count(path)?;
+            *out("n_token_count_out", n_token_count_out)? = count as usize;
+            return Ok(crate::format::FileHeader::LEN);
+        }
+        let tokens_out = array_mut("tokens_out", tokens_out, n_token_capacity)?;
+        let load =
+            |context: &mut crate::Context| context.state_seq_load_file(path, dest_seq_id, tokens_out.len());
+        let loaded = with_context_mut(ctx, load)?;
+        give_tokens(&loaded, tokens_out, n_token_count_out)?;
+        size_of_state(loaded.state_end)
+    })
+}
+
+/// Bytes of a sequence's state with these flags: exactly what kvs_state_seq_get_data_ext writes. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_get_size_ext(
+    ctx: *mut kvs_context,
+    seq_id: kvs_seq_id,
+    flags: kvs_state_seq_flags,
+) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let flags = flags_of(flags)?;
+        with_context(ctx, |context| size_of_state(context.state_seq_get_size(seq_id, flags)?))
+    })
+}
+
+/// Writes a sequence's state to dst, which has size bytes; returns the bytes written. 0: failed; dst is
+/// untouched if it is too small. Pending shifts are applied first.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_get_data_ext(
+    ctx: *mut kvs_context,
+    dst: *mut u8,
+    size: usize,
+    seq_id: kvs_seq_id,
+    flags: kvs_state_seq_flags,
+) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let flags = flags_of(flags)?;
+        let dst = array_mut("dst", dst, size)?;
+        with_context_mut(ctx, |context| context.state_seq_get_data(dst, seq_id, flags))
+    })
+}
+
+/// Replaces sequence dest_seq_id by the state in src, in every section that the state holds; returns the bytes
+/// consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
+/// kvs_state_seq_get_data_ext.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_set_data_ext(
+    ctx: *mut kvs_context,
+    src: *const u8,
+    size: usize,
+    dest_seq_id: kvs_seq_id,
+    flags: kvs_state_seq_flags,
+) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let flags = flags_of(flags)?;
+        let src = array("src", src, size)?;
+        with_context_mut(ctx, |context| context.state_seq_set_data(src, dest_seq_id, flags))
+    })
+}
+
+unsafe fn give_tokens(loaded: &Loaded, tokens_out: &mut [kvs_token], count_out: *mut usize) -> Result<()> {
+    tokens_out[..loaded.tokens.len()].copy_from_slice(&loaded.tokens);
+    if !count_out.is_null() {
+        // SAFETY: the contract of all calls.
+        unsafe { *out("n_token_count_out", count_out)? = loaded.tokens.len() };
+    }
+    Ok(())
+}

@@ -1,0 +1,526 @@
+//! A context: the memory of one model's sequences, and the states that are taken of it.
+
+mod engine;
+
+pub use engine::{Slot, UbatchToken};
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::cells::CellMeta;
+use crate::error::{Error, Result};
+use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
+use crate::memory::{
+    KvCache, LegacyRotation, Memory, ReadParams, Scope, SectionParams, Streams, WriteParams,
+};
+use crate::state::{CountSink, DeviceSink, Sink, SliceSink, Source};
+use crate::types::{Pos, PosRange, Seq, SeqId, StateFlags};
+
+/// What a context is made of.
+#[derive(Debug)]
+pub struct ContextParams {
+    /// Sequences, `1..=256`.
+    pub n_seq_max: u32,
+    /// One stream for all sequences (true), or one stream of `kv_size` cells per sequence.
+    pub unified: bool,
+    /// Architecture name, written into whole-context states and compared when they are read.
+    pub arch: String,
+    /// The sections, in write order.
+    pub sections: Vec<SectionParams>,
+    /// How pending position shifts reach K.
+    pub shift: Shift,
+    /// What files older than version 4 leave open; see [`LegacyRotation`].
+    pub legacy_rotation: Option<LegacyRotation>,
+    /// Most masked cells beyond the window that a sequence state without `PARTIAL_ONLY` keeps of an SWA
+    /// section. `None`: all, so that the restored sequence can be cut to any prefix.
+    pub max_masked_cells: Option<u32>,
+}
+
+impl ContextParams {
+    /// A unified context of `n_seq_max` sequences that cannot shift positions.
+    #[must_use]
+    pub fn new(n_seq_max: u32, sections: Vec<SectionParams>) -> Self {
+        Self {
+            n_seq_max,
+            unified: true,
+            arch: String::new(),
+            sections,
+            shift: Shift::None,
+            legacy_rotation: None,
+            max_masked_cells: None,
+        }
+    }
+}
+
+/// Cells of one stream of one section whose K rows have to be rotated.
+#[derive(Debug)]
+pub struct PendingShift<'a> {
+    /// Section, in write order.
+    pub section: usize,
+    /// Stream.
+    pub stream: usize,
+    /// Cells, ascending.
+    pub cells: &'a [u32],
+    /// By how many positions each cell's K has to be rotated forward; never 0.
+    pub shifts: &'a [Pos],
+}
+
+/// Rotates the K rows of the cells named, in every layer of the section, or says why it cannot.
+pub type ShiftCallback = Box<dyn FnMut(PendingShift<'_>) -> Result<(), String> + Send>;
+
+/// Who rotates K after `seq_add` and `seq_div`.
+#[derive(Default)]
+pub enum Shift {
+    /// Nobody: `can_shift` is false and shifts are refused.
+    #[default]
+    None,
+    /// The engine, in its own graph: it promises to ask [`Context::pending_shifts`] and to call
+    /// [`Context::shift_done`] before the next decode or save.
+    Engine,
+    /// This callback, called before rows with a pending shift are written into a state.
+    Callback(ShiftCallback),
+}
+
+impl std::fmt::Debug for Shift {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::None => "None",
+            Self::Engine => "Engine",
+            Self::Callback(_) => "Callback",
+        })
+    }
+}
+
+/// An `ON_DEVICE` state: the one live state of its source sequence.
+#[derive(Debug)]
+struct DeviceState {
+    /// The blob that was given out: another blob is another state.
+    metadata: Vec<u8>,
+    tensors: Vec<u8>,
+}
+
+/// KV cache and states of a model's sequences. One call at a time; may move between threads.
+#[derive(Debug)]
+pub struct Context {
+    /// Tells the slots of two contexts apart.
+    id: u64,
+    pub(crate) memory: Memory,
+    arch: String,
+    shift: Shift,
+    legacy_rotation: Option<LegacyRotation>,
+    max_masked_cells: Option<u32>,
+    device_states: HashMap<SeqId, DeviceState>,
+    /// Counts changes of cells, so that a slot knows whether it was prepared for the cache as it is.
+    generation: u64,
+}
+
+impl Context {
+    /// Builds the sections and allocates what is managed.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] names the parameter that does not fit, [`Error::OutOfMemory`].
+    pub fn new(params: ContextParams) -> Result<Self> {
+        static NEXT_ID: AtomicU64 = AtomicU64::new(0);
+        let streams = Streams::new(params.n_seq_max, params.unified)?;
+        Ok(Self {
+            id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            memory: Memory::new(params.sections, streams)?,
+            arch: params.arch,
+            shift: params.shift,
+            legacy_rotation: params.legacy_rotation,
+            max_masked_cells: params.max_masked_cells,
+            device_states: HashMap::new(),
+            generation: 0,
+        })
+    }
+
+    /// Number of sequences.
+    #[must_use]
+    pub fn n_seq_max(&self) -> u32 {
+        self.memory.streams().n_seq_max
+    }
+
+    /// Number of streams: 1, or one per sequence.
+    #[must_use]
+    pub fn n_stream(&self) -> u32 {
+        self.memory.streams().n_stream
+    }
+
+    /// Number of sections.
+    #[must_use]
+    pub fn n_section(&self) -> usize {
+        self.memory.kv_caches().len()
+    }
+
+    /// States what files older than version 4 leave open.
+    pub fn set_legacy_rotation(&mut self, rotation: Option<LegacyRotation>) {
+        self.legacy_rotation = rotation;
+    }
+
+    pub(crate) fn seq(&self, seq_id: SeqId) -> Result<Seq> {
+        let n_seq_max = self.n_seq_max();
+        Seq::new(seq_id, n_seq_max).ok_or(Error::SeqId { seq_id, n_seq_max })
+    }
+
+    fn changed(&mut self) {
+        self.generation += 1;
+    }
+
+    pub(crate) fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    // Sequences
+
+    /// Empties every section; with `data` the tensors are zeroed as well. `ON_DEVICE` states survive.
+    pub fn clear(&mut self, data: bool) {
+        self.changed();
+        self.memory.clear(data);
+    }
+
+    /// Removes the positions `[p0, p1)` of a sequence; -1 as `seq_id`, `p0` or `p1` means every sequence, from
+    /// the start, to the end. False if a section cannot remove just that range (attention always can).
+    ///
+    /// # Errors
+    /// [`Error::SeqId`]; nothing has changed then.
+    pub fn seq_rm(&mut self, seq_id: SeqId, p0: Pos, p1: Pos) -> Result<bool> {
+        let seq = if seq_id < 0 { None } else { Some(self.seq(seq_id)?) };
+        self.changed();
+        Ok(self.memory.seq_rm(seq, PosRange::new(p0, p1)))
+    }
+
+    /// Gives the cells of `src` in `[p0, p1)` to `dst` as well. Between streams, where nothing can be shared,
+    /// the sequence is copied at once and replaces `dst`; the range must hold all of it.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`], [`Error::InvalidArgument`] for part of a sequence between streams; nothing has
+    /// changed then.
+    pub fn seq_cp(&mut self, src: SeqId, dst: SeqId, p0: Pos, p1: Pos) -> Result<()> {
+        let (src, dst) = (self.seq(src)?, self.seq(dst)?);
+        if src == dst {
+            return Ok(());
+        }
+        self.changed();
+        self.memory.seq_cp(src, dst, PosRange::new(p0, p1))
+    }
+
+    /// Removes every other sequence from the stream of `seq_id`; as in llama.cpp, other streams keep theirs.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn seq_keep(&mut self, seq_id: SeqId) -> Result<()> {
+        let seq = self.seq(seq_id)?;
+        self.changed();
+        self.memory.seq_keep(seq);
+        Ok(())
+    }
+
+    /// Moves the positions `[p0, p1)` of a sequence by `delta`; the rotation of K is pending until it is
+    /// applied. Cells whose position falls below 0 are freed; cells shared with other sequences move in all.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`], [`Error::CannotShift`], [`Error::PosOverflow`]; nothing has changed then.
+    pub fn seq_add(&mut self, seq_id: SeqId, p0: Pos, p1: Pos, delta: Pos) -> Result<()> {
+        let (seq, range) = (self.seq(seq_id)?, PosRange::new(p0, p1));
+        if delta == 0 || range.is_empty() {
+            return Ok(());
+        }
+        self.check_can_shift()?;
+        self.changed();
+        self.memory.seq_add(seq, range, delta)
+    }
+
+    /// Divides the positions `[p0, p1)` of a sequence by `d >= 1`; as [`Context::seq_add`] otherwise.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`], [`Error::InvalidArgument`], [`Error::CannotShift`]; nothing has changed then.
+    pub fn seq_div(&mut self, seq_id: SeqId, p0: Pos, p1: Pos, d: i32) -> Result<()> {
+        let (seq, range) = (self.seq(seq_id)?, PosRange::new(p0, p1));
+        if d < 1 {
+            return Err(Error::arg("d", format!("{d}, at least 1 is possible")));
+        }
+        if d == 1 || range.is_empty() {
+            return Ok(());
+        }
+        self.check_can_shift()?;
+        self.changed();
+        self.memory.seq_div(seq, range, d)
+    }
+
+    /// Smallest position of a sequence, -1 if it is empty. Of the SWA section, where there is one.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn seq_pos_min(&self, seq_id: SeqId) -> Result<Pos> {
+        Ok(self.memory.seq_pos_min(self.seq(seq_id)?).unwrap_or(-1))
+    }
+
+    /// Largest position of a sequence, -1 if it is empty. Of the SWA section, where there is one.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn seq_pos_max(&self, seq_id: SeqId) -> Result<Pos> {
+        Ok(self.memory.seq_pos_max(self.seq(seq_id)?).unwrap_or(-1))
+    }
+
+    // Shifts
+
+    fn check_can_shift(&self) -> Result<()> {
+        let reason = if matches!(self.shift, Shift::None) {
+            "the context has no shift callback and no promise of the engine to rotate K"
+        } else if !self.memory.sections_have_equal_size() {
+            "the sections have different sizes, so they do not lose the same cells"
+        } else {
+            return Ok(());
+        };
+        Err(Error::CannotShift { reason })
+    }
+
+    /// Whether positions can be shifted: somebody rotates K, and all sections have the same size.
+    #[must_use]
+    pub fn can_shift(&self) -> bool {
+        self.check_can_shift().is_ok()
+    }
+
+    /// Cells of a stream of a section with a pending shift, ascending, each with the positions by which its K
+    /// has to be rotated forward.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a section or stream that is not there.
+    pub fn pending_shifts(
+        &self,
+        section: usize,
+        stream: usize,
+    ) -> Result<impl Iterator<Item = (u32, Pos)> + '_> {
+        self.check_stream(stream)?;
+        Ok(self.memory.kv_cache(section)?.shifted(stream))
+    }
+
+    /// The engine has rotated K of everything that [`Context::pending_shifts`] lists.
+    pub fn shift_done(&mut self) {
+        self.changed();
+        for kv in self.memory.kv_caches_mut() {
+            (0..kv.streams.n_stream as usize).for_each(|stream| kv.shift_done(stream));
+        }
+    }
+
+    /// Applies every pending shift of the streams that a write would save with unrotated rows.
+    fn apply_shifts(&mut self, params: WriteParams) -> Result<()> {
+        for (section, kv) in self.memory.kv_caches_mut().enumerate() {
+            for stream in kv.pending_shifts(params) {
+                let (cells, shifts): (Vec<u32>, Vec<Pos>) = kv.shifted(stream).unzip();
+                let applied = match &mut self.shift {
+                    Shift::Callback(rotate) => {
+                        rotate(PendingShift { section, stream, cells: &cells, shifts: &shifts })
+                    }
+                    _ => Err("the engine promised to rotate K and to call shift_done before a save".into()),
+                };
+                applied.map_err(|reason| Error::ShiftFailed {
+                    n_cells: cells.len(),
+                    reason,
+                    place: kv.place(stream),
+                })?;
+                kv.shift_done(stream);
+            }
+        }
+        Ok(())
+    }
+
+    // The state of a sequence
+
+    fn write_params(&self, scope: Scope, flags: StateFlags) -> WriteParams {
+        WriteParams { scope, flags, max_masked_cells: self.max_masked_cells }
+    }
+
+    fn read_params(&self, scope: Scope) -> ReadParams {
+        ReadParams { scope, legacy_rotation: self.legacy_rotation, flip_cell_ext: false }
+    }
+
+    /// Bytes that [`Context::state_seq_get_data`] will write.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn state_seq_get_size(&self, seq_id: SeqId, flags: StateFlags) -> Result<u64> {
+        let mut sink = CountSink::default();
+        self.memory.state_write(&mut sink, self.write_params(Scope::Seq(self.seq(seq_id)?), flags))?;
+        let tensors = if flags.contains(StateFlags::ON_DEVICE) { 0 } else { sink.tensors };
+        Ok(SEQ_BLOB_HEADER_LEN + sink.metadata + tensors)
+    }
+
+    /// Writes the state of a sequence to the start of `dst`; returns its size. With
+    /// [`StateFlags::ON_DEVICE`] the tensors stay in the context and replace the sequence's earlier ones.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`], [`Error::BufferTooSmall`] (`dst` is untouched then), [`Error::ShiftFailed`],
+    /// [`Error::OutOfMemory`].
+    pub fn state_seq_get_data(&mut self, dst: &mut [u8], seq_id: SeqId, flags: StateFlags) -> Result<usize> {
+        let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
+        let need = self.state_seq_get_size(seq_id, flags)?;
+        let dst = fitting(dst, need)?;
+        self.apply_shifts(params)?;
+        let header = format::seq_blob_header(seq_id);
+        if flags.contains(StateFlags::ON_DEVICE) {
+            let mut sink = DeviceSink::new(dst);
+            sink.write(&header)?;
+            self.memory.state_write(&mut sink, params)?;
+            let (len, tensors) = sink.finish()?;
+            self.device_states.insert(seq_id, DeviceState { metadata: dst.to_vec(), tensors });
+            Ok(len)
+        } else {
+            let mut sink = SliceSink::new(dst);
+            sink.write(&header)?;
+            self.memory.state_write(&mut sink, params)?;
+            sink.finish()
+        }
+    }
+
+    /// Replaces sequence `dest` by the state in `src`, in every section that the state holds; returns the
+    /// bytes consumed. Bytes behind the state are ignored.
+    ///
+    /// # Errors
+    /// Every way in which the bytes may not be a state of this cache, [`Error::NoSpace`], and
+    /// [`Error::NoDeviceState`]; the context is unchanged then, byte for byte.
+    pub fn state_seq_set_data(&mut self, src: &[u8], dest: SeqId, flags: StateFlags) -> Result<usize> {
+        let scope = Scope::Seq(self.seq(dest)?);
+        let mut metadata = Cursor::new(src);
+        let source_id = format::read_seq_blob_header(&mut metadata)?;
+        let mut source = Source::blob(metadata);
+        if flags.contains(StateFlags::ON_DEVICE) {
+            let gone = |reason| Error::NoDeviceState { seq_id: source_id, reason };
+            let state = self.device_states.get(&source_id).ok_or_else(|| gone("none was taken"))?;
+            if !src.starts_with(&state.metadata) {
+                return Err(gone("a later one has replaced it"));
+            }
+            source.metadata = Cursor::new(&state.metadata);
+            source.metadata.bytes("header", SEQ_BLOB_HEADER_LEN)?;
+            source.tensors = Some(Cursor::new(&state.tensors));
+        }
+        let plan = self.memory.state_plan(&source, flags, self.read_params(scope))?;
+        if plan.n_legacy_skipped > 0 {
+            log::info!(
+                "a partial state of an older llama.cpp holds {} full-attention sections: checked and skipped",
+                plan.n_legacy_skipped
+            );
+        }
+        self.generation += 1;
+        self.memory.state_commit(&plan)?;
+        Ok(plan.end.metadata.offset())
+    }
+
+    // The state of the whole context
+
+    /// Bytes that [`Context::state_get_data`] will write.
+    ///
+    /// # Errors
+    /// None at present.
+    pub fn state_get_size(&self) -> Result<u64> {
+        let mut sink = CountSink::default();
+        self.write_whole(&mut sink)?;
+        Ok(sink.metadata + sink.tensors)
+    }
+
+    /// Writes the state of the whole context to the start of `dst`; returns its size.
+    ///
+    /// # Errors
+    /// [`Error::BufferTooSmall`] (`dst` is untouched then), [`Error::ShiftFailed`].
+    pub fn state_get_data(&mut self, dst: &mut [u8]) -> Result<usize> {
+        let dst = fitting(dst, self.state_get_size()?)?;
+        self.apply_shifts(self.write_params(Scope::Whole, StateFlags::empty()))?;
+        let mut sink = SliceSink::new(dst);
+        self.write_whole(&mut sink)?;
+        sink.finish()
+    }
+
+    /// Replaces all sequences by the state in `src`; returns the bytes consumed.
+    ///
+    /// # Errors
+    /// As [`Context::state_seq_set_data`]; the context is unchanged then, byte for byte.
+    pub fn state_set_data(&mut self, src: &[u8]) -> Result<usize> {
+        self.read_whole(Source::blob(Cursor::new(src)), false)
+    }
+
+    fn write_whole<'a>(&'a self, sink: &mut impl Sink<'a>) -> Result<()> {
+        let arch_len = u32::try_from(self.arch.len())
+            .map_err(|_| Error::arg("arch", format!("a name of {} bytes", self.arch.len())))?;
+        sink.write_u32(arch_len)?;
+        sink.write(self.arch.as_bytes())?;
+        self.memory.state_write(sink, self.write_params(Scope::Whole, StateFlags::empty()))
+    }
+
+    /// With `to_the_end`, bytes behind the state are an error.
+    pub(crate) fn read_whole(&mut self, mut source: Source<'_>, to_the_end: bool) -> Result<usize> {
+        let arch_len = source.metadata.u32("arch length")?;
+        let arch = source.metadata.bytes("arch", u64::from(arch_len))?;
+        if arch != self.arch.as_bytes() {
+            return Err(Error::Mismatch {
+                what: "wrong model arch",
+                state: format!("'{}'", String::from_utf8_lossy(&arch[..arch.len().min(64)])),
+                cache: format!("'{}'", self.arch),
+                place: "whole context".into(),
+            });
+        }
+        let plan = self.memory.state_plan(&source, StateFlags::empty(), self.read_params(Scope::Whole))?;
+        let left = plan.end.metadata.left();
+        if to_the_end && left > 0 {
+            return Err(Error::corrupt(
+                "did not read all of the session file data",
+                format_args!("{left} bytes behind the state"),
+                "none",
+            ));
+        }
+        self.generation += 1;
+        self.memory.state_commit(&plan)?;
+        Ok(plan.end.metadata.offset())
+    }
+
+    // For the session floor: a state inside a file has no blob header.
+
+    pub(crate) fn write_file_state<'a>(&'a self, sink: &mut impl Sink<'a>, seq: Option<Seq>) -> Result<()> {
+        match seq {
+            Some(seq) => {
+                self.memory.state_write(sink, self.write_params(Scope::Seq(seq), StateFlags::empty()))
+            }
+            None => self.write_whole(sink),
+        }
+    }
+
+    pub(crate) fn apply_shifts_of(&mut self, seq: Option<Seq>) -> Result<()> {
+        let scope = seq.map_or(Scope::Whole, Scope::Seq);
+        self.apply_shifts(self.write_params(scope, StateFlags::empty()))
+    }
+
+    /// Returns the offset behind the state, counted from the start of the source.
+    pub(crate) fn read_file_state(&mut self, source: &Source<'_>, dest: Seq) -> Result<usize> {
+        let params = self.read_params(Scope::Seq(dest));
+        let plan = self.memory.state_plan(source, StateFlags::empty(), params)?;
+        self.generation += 1;
+        self.memory.state_commit(&plan)?;
+        Ok(plan.end.metadata.offset())
+    }
+
+    pub(crate) fn check_stream(&self, stream: usize) -> Result<()> {
+        let n_stream = self.n_stream();
+        if stream < n_stream as usize {
+            return Ok(());
+        }
+        Err(Error::arg("stream", format!("{stream} is out of range [0, {n_stream})")))
+    }
+
+    pub(crate) fn kv_cache(&self, section: usize, stream: usize) -> Result<&KvCache> {
+        self.check_stream(stream)?;
+        self.memory.kv_cache(section)
+    }
+
+    pub(crate) fn apply(&mut self, section: usize, stream: usize, cells: &[u32], metas: &[CellMeta]) {
+        self.generation += 1;
+        if let Some(kv) = self.memory.kv_caches_mut().nth(section) {
+            kv.apply(stream, cells, metas);
+        }
+    }
+}
+
+fn fitting(dst: &mut [u8], need: u64) -> Result<&mut [u8]> {
+    let size = dst.len() as u64;
+    let len = usize::try_from(need).unwrap_or(usize::MAX);
+    dst.get_mut(..len).ok_or(Error::BufferTooSmall { need, size })
+}

@@ -1,0 +1,206 @@
+//! What an attention section is made of, checked once.
+
+use crate::error::{Error, Result};
+use crate::format::GgmlType;
+use crate::storage::PlaneShape;
+use crate::types::{MAX_SEQ, Seq, Swa};
+
+/// One tensor of a layer: type and width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorParams {
+    /// Type of the elements.
+    pub ggml_type: GgmlType,
+    /// Elements of one cell (`n_embd_k_gqa` or `n_embd_v_gqa`), a whole number of blocks.
+    pub n_embd: u32,
+}
+
+/// One layer of an attention section.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerParams {
+    /// Keys.
+    pub k: TensorParams,
+    /// Values; `None` in MLA layers, whose values are part of K.
+    pub v: Option<TensorParams>,
+}
+
+/// An attention cache (`llama_kv_cache`): one section of a context's memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KvParams {
+    /// Cells of each stream.
+    pub kv_size: u32,
+    /// The layers, in the order of the model.
+    pub layers: Vec<LayerParams>,
+    /// The sliding window; [`Swa::NONE`] for full attention.
+    pub swa: Swa,
+    /// Whether V is transposed (flash attention off): channel-major, unquantised types only.
+    pub v_trans: bool,
+    /// Size of the Hadamard rotation applied to K; 0 if none.
+    pub n_rot_k: u32,
+    /// Size of the Hadamard rotation applied to V; 0 if none.
+    pub n_rot_v: u32,
+    /// Elements of one K head, 0 if unknown. Only old files need it: a quantised cache whose head size is a
+    /// multiple of 64 may be rotated without the file saying so.
+    pub n_embd_head_k: u32,
+    /// Elements of one V head, 0 if unknown.
+    pub n_embd_head_v: u32,
+    /// Whether cells carry an ext: M-RoPE position and token (`n_pos_per_embd > 1` or n-gram embeddings).
+    pub cell_ext: bool,
+}
+
+impl KvParams {
+    /// A full-attention cache of `n_layer` equal layers, not transposed, not rotated.
+    #[must_use]
+    pub fn new(kv_size: u32, n_layer: usize, layer: LayerParams) -> Self {
+        Self {
+            kv_size,
+            layers: vec![layer; n_layer],
+            swa: Swa::NONE,
+            v_trans: false,
+            n_rot_k: 0,
+            n_rot_v: 0,
+            n_embd_head_k: 0,
+            n_embd_head_v: 0,
+            cell_ext: false,
+        }
+    }
+}
+
+/// Cells of an SWA cache as llama.cpp sizes it: the window of every sequence in the stream and one ubatch,
+/// at most `kv_size`, padded to 256.
+#[must_use]
+pub fn swa_kv_size(kv_size: u32, n_swa: u32, n_seq_max: u32, n_ubatch: u32, unified: bool) -> u32 {
+    let windows = u64::from(n_swa) * u64::from(if unified { n_seq_max } else { 1 });
+    let cells = (windows + u64::from(n_ubatch)).min(u64::from(kv_size));
+    u32::try_from(cells.next_multiple_of(256)).unwrap_or(u32::MAX)
+}
+
+/// How sequences share streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Streams {
+    /// Sequences of the context, `1..=MAX_SEQ`.
+    pub n_seq_max: u32,
+    /// 1 (unified), or one stream per sequence.
+    pub n_stream: u32,
+}
+
+impl Streams {
+    pub(crate) fn new(n_seq_max: u32, unified: bool) -> Result<Self> {
+        if !(1..=MAX_SEQ).contains(&n_seq_max) {
+            return Err(Error::arg("n_seq_max", format!("{n_seq_max} is out of range [1, {MAX_SEQ}]")));
+        }
+        Ok(Self { n_seq_max, n_stream: if unified { 1 } else { n_seq_max } })
+    }
+
+    /// The stream that holds `seq`'s cells.
+    #[must_use]
+    pub fn of(self, seq: Seq) -> usize {
+        if self.n_stream == 1 { 0 } else { seq.index() }
+    }
+}
+
+/// K or V of one layer: sizes in a blob.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TensorGeometry {
+    pub ggml_type: GgmlType,
+    pub n_embd: u32,
+    /// Bytes of one cell.
+    pub row_size: u64,
+}
+
+impl From<TensorGeometry> for TensorParams {
+    fn from(geometry: TensorGeometry) -> Self {
+        Self { ggml_type: geometry.ggml_type, n_embd: geometry.n_embd }
+    }
+}
+
+impl TensorGeometry {
+    fn new(params: TensorParams, place: impl Fn() -> String) -> Result<Self> {
+        let TensorParams { ggml_type, n_embd } = params;
+        if n_embd == 0 {
+            return Err(Error::arg(format!("{}.n_embd", place()), "0 elements per cell"));
+        }
+        let row_size = ggml_type.row_size(n_embd).ok_or_else(|| {
+            Error::arg(
+                format!("{}.n_embd", place()),
+                format!(
+                    "{n_embd} is no multiple of the {} elements of a {ggml_type} block",
+                    ggml_type.block_size()
+                ),
+            )
+        })?;
+        Ok(Self { ggml_type, n_embd, row_size })
+    }
+
+    /// Densely packed in memory.
+    pub fn dense_shape(&self, transposed: bool, kv_size: u32) -> PlaneShape {
+        if transposed {
+            PlaneShape::dense_channels(self.n_embd, self.ggml_type.type_size(), kv_size)
+        } else {
+            PlaneShape::dense_rows(self.row_size)
+        }
+    }
+}
+
+/// A section's geometry. Invariant: everything in it has been checked against everything else.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Geometry {
+    pub kv_size: u32,
+    pub swa: Swa,
+    pub v_trans: bool,
+    pub n_rot_k: u32,
+    pub n_rot_v: u32,
+    pub cell_ext: bool,
+    pub k: Vec<TensorGeometry>,
+    pub v: Vec<Option<TensorGeometry>>,
+    /// Whether llama.cpp may have rotated K (V) of such a cache without recording it, before version 4.
+    pub may_rotate_k: bool,
+    pub may_rotate_v: bool,
+}
+
+impl Geometry {
+    /// Checks `params` of the section called `name`.
+    pub fn new(params: &KvParams, name: &str) -> Result<Self> {
+        let bad = |field: &str, reason: String| Err(Error::arg(format!("{name}.{field}"), reason));
+        if params.kv_size == 0 {
+            return bad("kv_size", "0 cells".into());
+        }
+        if !params.swa.is_none() && i32::try_from(params.swa.n_swa()).is_err() {
+            return bad("n_swa", format!("{} exceeds the largest position", params.swa.n_swa()));
+        }
+        let mut k = Vec::with_capacity(params.layers.len());
+        let mut v = Vec::with_capacity(params.layers.len());
+        for (il, layer) in params.layers.iter().enumerate() {
+            k.push(TensorGeometry::new(layer.k, || format!("{name}.layer {il}.k"))?);
+            let geometry =
+                layer.v.map(|v| TensorGeometry::new(v, || format!("{name}.layer {il}.v"))).transpose()?;
+            if let Some(v) = geometry.filter(|v| params.v_trans && v.ggml_type.is_quantized()) {
+                return bad(
+                    "v_trans",
+                    format!("V of layer {il} is {}, and quantised V cannot be transposed", v.ggml_type),
+                );
+            }
+            v.push(geometry);
+        }
+        let may_rotate = |quantized: bool, n_rot: u32, head: u32| {
+            n_rot != 0 || (quantized && (head == 0 || head.is_multiple_of(64)))
+        };
+        let quantized_k = k.iter().any(|t| t.ggml_type.is_quantized());
+        let quantized_v = v.iter().flatten().any(|t| t.ggml_type.is_quantized());
+        Ok(Self {
+            kv_size: params.kv_size,
+            swa: params.swa,
+            v_trans: params.v_trans,
+            n_rot_k: params.n_rot_k,
+            n_rot_v: params.n_rot_v,
+            cell_ext: params.cell_ext,
+            may_rotate_k: may_rotate(quantized_k, params.n_rot_k, params.n_embd_head_k),
+            may_rotate_v: may_rotate(quantized_v, params.n_rot_v, params.n_embd_head_v),
+            k,
+            v,
+        })
+    }
+
+    pub fn n_layer(&self) -> usize {
+        self.k.len()
+    }
+}

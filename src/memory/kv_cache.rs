@@ -1,0 +1,262 @@
+//! An attention cache: the cells of its streams, and the planes that hold K and V (`llama_kv_cache`).
+
+use std::sync::Arc;
+
+use super::geometry::{Geometry, KvParams, Streams};
+use crate::cells::{CellMeta, Cells};
+use crate::error::{Error, Result};
+use crate::storage::{Plane, PlaneShape};
+use crate::types::{Pos, PosRange, Run, Seq};
+
+/// The planes of an attention cache whose memory belongs to somebody else.
+///
+/// Both lists are stream-major: entry `stream * n_layer + layer`.
+#[derive(Debug, Default)]
+pub struct KvPlanes {
+    /// Keys.
+    pub k: Vec<Plane>,
+    /// Values; `None` for layers without V.
+    pub v: Vec<Option<Plane>>,
+}
+
+/// An attention cache, one stream or one per sequence.
+#[derive(Debug)]
+pub(crate) struct KvCache {
+    /// "kv", or "base" and "swa": the section's name in messages.
+    pub name: String,
+    pub geometry: Geometry,
+    pub streams: Streams,
+    /// One per stream.
+    pub(super) cells: Vec<Cells>,
+    pub(super) planes: KvPlanes,
+}
+
+impl KvCache {
+    /// A cache over the planes given, or over memory of its own, zeroed.
+    pub fn new(name: String, params: &KvParams, planes: Option<KvPlanes>, streams: Streams) -> Result<Self> {
+        let geometry = Geometry::new(params, &name)?;
+        let planes = match planes {
+            Some(planes) => check_adopted(planes, &geometry, streams, &name)?,
+            None => allocate(&geometry, streams)?,
+        };
+        let cells = (0..streams.n_stream)
+            .map(|_| Cells::new(geometry.kv_size, streams.n_seq_max, geometry.cell_ext))
+            .collect();
+        Ok(Self { name, geometry, streams, cells, planes })
+    }
+
+    /// Names a stream in messages.
+    pub fn place(&self, stream: usize) -> String {
+        format!("section {}, stream {stream}", self.name)
+    }
+
+    /// The cells of a stream, which must be below `n_stream`.
+    pub fn cells(&self, stream: usize) -> &Cells {
+        &self.cells[stream]
+    }
+
+    pub fn seq_cells(&self, seq: Seq) -> &Cells {
+        &self.cells[self.streams.of(seq)]
+    }
+
+    fn seq_cells_mut(&mut self, seq: Seq) -> &mut Cells {
+        &mut self.cells[self.streams.of(seq)]
+    }
+
+    /// K of a layer; both indices must be in range.
+    pub fn k(&self, stream: usize, layer: usize) -> &Plane {
+        &self.planes.k[stream * self.geometry.n_layer() + layer]
+    }
+
+    /// V of a layer, if it has one; both indices must be in range.
+    pub fn v(&self, stream: usize, layer: usize) -> Option<&Plane> {
+        self.planes.v[stream * self.geometry.n_layer() + layer].as_ref()
+    }
+
+    pub fn clear(&mut self, data: bool) {
+        self.cells.iter_mut().for_each(Cells::clear);
+        if data {
+            self.planes.k.iter_mut().for_each(Plane::zero_all);
+            self.planes.v.iter_mut().flatten().for_each(Plane::zero_all);
+        }
+    }
+
+    /// Removes positions of one sequence, or of every sequence.
+    pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange) {
+        match seq {
+            Some(seq) => self.seq_cells_mut(seq).seq_rm(seq, range),
+            None => self.cells.iter_mut().for_each(|cells| cells.rm(range)),
+        }
+    }
+
+    /// Whether [`KvCache::seq_cp`] can be done: across streams only whole sequences are copied.
+    pub fn check_seq_cp(&self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
+        let cells = self.seq_cells(src);
+        let covers = |pos: Option<Pos>| pos.is_none_or(|pos| range.contains(pos));
+        let whole = covers(cells.seq_pos_min(src)) && covers(cells.seq_pos_max(src));
+        if whole || self.streams.of(src) == self.streams.of(dst) {
+            return Ok(());
+        }
+        Err(Error::arg(
+            "p0, p1",
+            format!(
+                "between streams only whole sequences are copied, [{}, {}) leaves out positions of sequence {}",
+                range.p0,
+                range.p1,
+                src.id()
+            ),
+        ))
+    }
+
+    /// Shares cells within a stream; between streams copies the sequence, cells and data, at once.
+    pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
+        let (s0, s1) = (self.streams.of(src), self.streams.of(dst));
+        if s0 == s1 {
+            self.cells[s0].seq_cp(src, dst, range);
+            return Ok(());
+        }
+        let [from, to] = self.cells.get_disjoint_mut([s0, s1]).expect("two different streams");
+        to.clear();
+        to.seq_cp_from(from, src, dst);
+        let runs = Run::of_sorted(&sorted_cells(from.seq_cells(src, PosRange::ALL)));
+        for layer in 0..self.geometry.n_layer() {
+            let pair = [s1, s0].map(|stream| stream * self.geometry.n_layer() + layer);
+            let [to, from] = self.planes.k.get_disjoint_mut(pair).expect("two different streams");
+            to.copy_cells_from(from, &runs)?;
+            let [to, from] = self.planes.v.get_disjoint_mut(pair).expect("two different streams");
+            if let (Some(to), Some(from)) = (to, from) {
+                to.copy_cells_from(from, &runs)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub fn seq_keep(&mut self, seq: Seq) {
+        self.seq_cells_mut(seq).seq_keep(seq);
+    }
+
+    /// Whether [`KvCache::seq_add`] can be done.
+    pub fn check_seq_add(&self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
+        match self.seq_cells(seq).seq_cells(seq, range).last() {
+            Some(&(pos, _)) if pos.checked_add(delta).is_none() => Err(Error::PosOverflow { pos, delta }),
+            _ => Ok(()),
+        }
+    }
+
+    pub fn seq_add(&mut self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
+        self.seq_cells_mut(seq).seq_add(seq, range, delta)
+    }
+
+    pub fn seq_div(&mut self, seq: Seq, range: PosRange, d: i32) -> Result<()> {
+        self.seq_cells_mut(seq).seq_div(seq, range, d)
+    }
+
+    pub fn seq_pos_min(&self, seq: Seq) -> Option<Pos> {
+        self.seq_cells(seq).seq_pos_min(seq)
+    }
+
+    pub fn seq_pos_max(&self, seq: Seq) -> Option<Pos> {
+        self.seq_cells(seq).seq_pos_max(seq)
+    }
+
+    /// The cell of each token of `metas` in `stream`, or why there is none. Changes nothing.
+    pub fn find_slot(&self, stream: usize, n_tokens: usize) -> Result<Vec<u32>> {
+        let slot = u32::try_from(n_tokens)
+            .ok()
+            .and_then(|n_tokens| self.cells[stream].find_slot(n_tokens, self.geometry.swa));
+        slot.ok_or_else(|| Error::NoSlot {
+            n_tokens: n_tokens as u64,
+            kv_size: self.geometry.kv_size,
+            place: self.place(stream),
+        })
+    }
+
+    /// Gives `cells` of `stream` to tokens.
+    pub fn apply(&mut self, stream: usize, cells: &[u32], metas: &[CellMeta]) {
+        self.cells[stream].apply(cells, metas);
+    }
+
+    /// Cells with a pending shift, by stream.
+    pub fn shifted(&self, stream: usize) -> impl Iterator<Item = (u32, Pos)> + '_ {
+        self.cells[stream].shifted()
+    }
+
+    pub fn shift_done(&mut self, stream: usize) {
+        self.cells[stream].shift_done();
+    }
+}
+
+/// The cells of position index entries, ascending.
+pub(super) fn sorted_cells(entries: &[(Pos, u32)]) -> Vec<u32> {
+    let mut cells: Vec<u32> = entries.iter().map(|&(_, cell)| cell).collect();
+    if !cells.is_sorted() {
+        cells.sort_unstable();
+    }
+    cells
+}
+
+fn allocate(geometry: &Geometry, streams: Streams) -> Result<KvPlanes> {
+    let mut planes = KvPlanes::default();
+    for _ in 0..streams.n_stream {
+        let shapes: Vec<_> = geometry
+            .k
+            .iter()
+            .map(|k| k.dense_shape(false, geometry.kv_size))
+            .chain(geometry.v.iter().flatten().map(|v| v.dense_shape(geometry.v_trans, geometry.kv_size)))
+            .collect();
+        let mut stream = Plane::allocate(&shapes, geometry.kv_size)?.into_iter();
+        planes.k.extend(stream.by_ref().take(geometry.n_layer()));
+        planes.v.extend(geometry.v.iter().map(|v| v.and_then(|_| stream.next())));
+    }
+    Ok(planes)
+}
+
+fn check_adopted(planes: KvPlanes, geometry: &Geometry, streams: Streams, name: &str) -> Result<KvPlanes> {
+    let n_layer = geometry.n_layer();
+    let want = streams.n_stream as usize * n_layer;
+    for (field, got) in [("k", planes.k.len()), ("v", planes.v.len())] {
+        if got != want {
+            return Err(Error::arg(
+                format!("{name}.{field}"),
+                format!("{got} planes for {} streams of {n_layer} layers", streams.n_stream),
+            ));
+        }
+    }
+    for (i, (k, v)) in planes.k.iter().zip(&planes.v).enumerate() {
+        let (stream, layer) = (i / n_layer, i % n_layer);
+        let want_k = geometry.k[layer].dense_shape(false, geometry.kv_size);
+        let want_v = geometry.v[layer].map(|v| v.dense_shape(geometry.v_trans, geometry.kv_size));
+        let k_fits = k.kv_size() == geometry.kv_size && same_cells(k.shape(), want_k);
+        let v_fits = match (v, want_v) {
+            (None, None) => true,
+            (Some(v), Some(want)) => v.kv_size() == geometry.kv_size && same_cells(v.shape(), want),
+            _ => false,
+        };
+        for (field, fits) in [("k", k_fits), ("v", v_fits)] {
+            if !fits {
+                return Err(Error::arg(
+                    format!("{name}.layer {layer}.{field}"),
+                    format!("the plane of stream {stream} does not fit the layer's type, width and kv_size"),
+                ));
+            }
+        }
+    }
+    Ok(planes)
+}
+
+/// Whether two planes hold the same bytes per cell, strides aside.
+fn same_cells(a: PlaneShape, b: PlaneShape) -> bool {
+    use PlaneShape::{Channels, Rows};
+    match (a, b) {
+        (Rows { row_size: a, .. }, Rows { row_size: b, .. }) => a == b,
+        (Channels { n_channel: n_a, elem_size: a, .. }, Channels { n_channel: n_b, elem_size: b, .. }) => {
+            n_a == n_b && a == b
+        }
+        _ => false,
+    }
+}
+
+/// Runs that many planes share.
+pub(super) fn shared_runs(cells: &[u32]) -> Arc<[Run]> {
+    Run::of_sorted(cells).into()
+}

@@ -1,0 +1,238 @@
+//! The memory of a context: sections in write order, and what is done to all of them at once.
+//!
+//! One attention cache is one section; an iSWA pair is two, full attention first. An operation on the memory
+//! is done in every section or, where it can be refused, in none.
+
+mod geometry;
+mod kv_cache;
+mod kv_read;
+mod kv_write;
+
+pub use geometry::{KvParams, LayerParams, Streams, TensorParams, swa_kv_size};
+pub use kv_cache::KvPlanes;
+pub use kv_read::LegacyRotation;
+
+pub(crate) use kv_cache::KvCache;
+pub(crate) use kv_read::ReadParams;
+pub(crate) use kv_write::{Scope, WriteParams};
+
+use crate::error::{Error, Result};
+use crate::state::{Sink, Source};
+use crate::types::{Pos, PosRange, Seq, StateFlags};
+use kv_read::KvPlan;
+
+/// What a section is made of.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum SectionParams {
+    /// An attention cache. Without planes, kvstate allocates its memory.
+    Kv {
+        /// Geometry.
+        kv: KvParams,
+        /// Memory of the caller.
+        planes: Option<KvPlanes>,
+    },
+}
+
+impl From<KvParams> for SectionParams {
+    fn from(kv: KvParams) -> Self {
+        Self::Kv { kv, planes: None }
+    }
+}
+
+/// A section. Every kind answers the calls below; the memory asks them in write order.
+#[derive(Debug)]
+enum Section {
+    Kv(KvCache),
+}
+
+/// What a commit will do, by section; `None` where the state holds nothing of the section.
+#[derive(Debug)]
+pub(crate) struct MemoryPlan<'a> {
+    sections: Vec<Option<SectionPlan<'a>>>,
+    /// The input behind the state.
+    pub end: Source<'a>,
+    /// Sections of an older llama.cpp's partial state that were checked and skipped.
+    pub n_legacy_skipped: usize,
+}
+
+#[derive(Debug)]
+enum SectionPlan<'a> {
+    Kv(KvPlan<'a>),
+}
+
+/// Sections in write order.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    sections: Vec<Section>,
+    streams: Streams,
+}
+
+impl Memory {
+    pub fn new(params: Vec<SectionParams>, streams: Streams) -> Result<Self> {
+        if params.is_empty() {
+            return Err(Error::arg("sections", "0 sections, a context has at least one"));
+        }
+        let single = params.len() == 1;
+        let build = |params: SectionParams| {
+            let SectionParams::Kv { kv, planes } = params;
+            let name = match (single, kv.swa.is_none()) {
+                (true, _) => "kv",
+                (false, true) => "base",
+                (false, false) => "swa",
+            };
+            KvCache::new(name.to_owned(), &kv, planes, streams).map(Section::Kv)
+        };
+        let sections = params.into_iter().map(build).collect::<Result<_>>()?;
+        Ok(Self { sections, streams })
+    }
+
+    pub fn streams(&self) -> Streams {
+        self.streams
+    }
+
+    /// The attention caches, in write order.
+    pub fn kv_caches(&self) -> impl ExactSizeIterator<Item = &KvCache> {
+        self.sections.iter().map(|Section::Kv(kv)| kv)
+    }
+
+    pub fn kv_caches_mut(&mut self) -> impl ExactSizeIterator<Item = &mut KvCache> {
+        self.sections.iter_mut().map(|Section::Kv(kv)| kv)
+    }
+
+    pub fn kv_cache(&self, section: usize) -> Result<&KvCache> {
+        let n = self.sections.len();
+        self.kv_caches()
+            .nth(section)
+            .ok_or_else(|| Error::arg("section", format!("{section} is out of range [0, {n})")))
+    }
+
+    // Sequence operations: all sections or none.
+
+    pub fn clear(&mut self, data: bool) {
+        self.kv_caches_mut().for_each(|kv| kv.clear(data));
+    }
+
+    /// Attention can remove any range.
+    pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange) -> bool {
+        self.kv_caches_mut().for_each(|kv| kv.seq_rm(seq, range));
+        true
+    }
+
+    pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
+        self.kv_caches().try_for_each(|kv| kv.check_seq_cp(src, dst, range))?;
+        self.kv_caches_mut().try_for_each(|kv| kv.seq_cp(src, dst, range))
+    }
+
+    pub fn seq_keep(&mut self, seq: Seq) {
+        self.kv_caches_mut().for_each(|kv| kv.seq_keep(seq));
+    }
+
+    pub fn seq_add(&mut self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
+        self.kv_caches().try_for_each(|kv| kv.check_seq_add(seq, range, delta))?;
+        self.kv_caches_mut().try_for_each(|kv| kv.seq_add(seq, range, delta))
+    }
+
+    pub fn seq_div(&mut self, seq: Seq, range: PosRange, d: i32) -> Result<()> {
+        self.kv_caches_mut().try_for_each(|kv| kv.seq_div(seq, range, d))
+    }
+
+    /// The section that knows which positions are usable: the window's, where there is one.
+    fn position_section(&self) -> Option<&KvCache> {
+        self.kv_caches().find(|kv| !kv.geometry.swa.is_none()).or_else(|| self.kv_caches().next())
+    }
+
+    pub fn seq_pos_min(&self, seq: Seq) -> Option<Pos> {
+        self.position_section().and_then(|kv| kv.seq_pos_min(seq))
+    }
+
+    pub fn seq_pos_max(&self, seq: Seq) -> Option<Pos> {
+        self.position_section().and_then(|kv| kv.seq_pos_max(seq))
+    }
+
+    /// Sections of different sizes lose cells at different times: a shift would leave them out of step.
+    pub fn sections_have_equal_size(&self) -> bool {
+        let mut sizes = self.kv_caches().map(|kv| kv.geometry.kv_size);
+        let first = sizes.next();
+        sizes.all(|size| Some(size) == first)
+    }
+
+    // State
+
+    pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, params: WriteParams) -> Result<()> {
+        self.kv_caches().try_for_each(|kv| kv.state_write(sink, params))
+    }
+
+    /// Reads, checks and places every section. Changes nothing.
+    ///
+    /// Until October 2026 llama.cpp wrote full attention into partial states as well. Such a state is known by
+    /// the bytes that are left when it is read the right way, and none when it is read the old way.
+    pub fn state_plan<'a>(
+        &self,
+        source: &Source<'a>,
+        flags: StateFlags,
+        params: ReadParams,
+    ) -> Result<MemoryPlan<'a>> {
+        let plan = self.plan_sections(source.clone(), flags, params, false);
+        let bytes_left = plan.as_ref().map_or(usize::MAX, |plan| plan.end.metadata.left());
+        if bytes_left > 0 && self.kv_caches().any(|kv| !kv.writes(flags)) {
+            let legacy = self.plan_sections(source.clone(), flags, params, true);
+            if let Some(legacy) = legacy.ok().filter(|legacy| legacy.end.metadata.left() == 0) {
+                return Ok(legacy);
+            }
+        }
+        plan.map_err(|error| self.explain(error, source, flags, params))
+    }
+
+    /// Whether cells have an ext is a property of build and model that a state does not record. If a state that
+    /// does not fit would fit with the other choice, that is what is wrong with it.
+    fn explain(&self, error: Error, source: &Source<'_>, flags: StateFlags, params: ReadParams) -> Error {
+        let flipped = ReadParams { flip_cell_ext: true, ..params };
+        let fits = self
+            .plan_sections(source.clone(), flags, flipped, false)
+            .is_ok_and(|plan| plan.end.metadata.left() == 0);
+        let Some(kv) = self.kv_caches().next().filter(|_| fits) else { return error };
+        let words = |ext: bool| if ext { "with ext" } else { "without ext" };
+        Error::Mismatch {
+            what: "mismatched cell ext",
+            state: words(!kv.geometry.cell_ext).to_owned(),
+            cache: words(kv.geometry.cell_ext).to_owned(),
+            place: format!("section {}", kv.name),
+        }
+    }
+
+    fn plan_sections<'a>(
+        &self,
+        mut source: Source<'a>,
+        flags: StateFlags,
+        params: ReadParams,
+        legacy: bool,
+    ) -> Result<MemoryPlan<'a>> {
+        let mut sections = Vec::with_capacity(self.sections.len());
+        let mut n_legacy_skipped = 0;
+        for kv in self.kv_caches() {
+            if kv.writes(flags) {
+                let state = kv.state_read(&mut source, params)?;
+                sections.push(Some(SectionPlan::Kv(kv.state_place(state, params.scope)?)));
+            } else {
+                if legacy {
+                    kv.state_read(&mut source, params)?;
+                    n_legacy_skipped += 1;
+                }
+                sections.push(None);
+            }
+        }
+        Ok(MemoryPlan { sections, end: source, n_legacy_skipped })
+    }
+
+    /// Does what was planned.
+    pub fn state_commit(&mut self, plan: &MemoryPlan<'_>) -> Result<()> {
+        for (section, plan) in self.sections.iter_mut().zip(&plan.sections) {
+            let Section::Kv(kv) = section;
+            if let Some(SectionPlan::Kv(plan)) = plan {
+                kv.state_commit(plan)?;
+            }
+        }
+        Ok(())
+    }
+}

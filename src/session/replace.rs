@@ -1,0 +1,73 @@
+//! Replacing a file so that a crash leaves the old one or the new one.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use tempfile::NamedTempFile;
+
+use crate::error::{Error, Result};
+
+/// A file that is being written beside the one that it will replace. Dropped without commit, it is removed.
+#[derive(Debug)]
+pub(super) struct Replacement {
+    file: NamedTempFile,
+    path: PathBuf,
+}
+
+impl Replacement {
+    /// Starts to write what will stand at `path`. Readable by the owner alone: a state is a conversation.
+    pub fn create(path: &Path) -> Result<Self> {
+        let path = resolve(path).map_err(|source| io_error("open", path, source))?;
+        let file = tempfile::Builder::new()
+            .prefix(".kvstate-")
+            .suffix(".tmp")
+            .tempfile_in(directory(&path))
+            .map_err(|source| io_error("create a temporary file beside", &path, source))?;
+        Ok(Self { file, path })
+    }
+
+    pub fn writer(&mut self) -> &mut File {
+        self.file.as_file_mut()
+    }
+
+    /// Syncs the data, renames the file into place, syncs the directory.
+    pub fn commit(self) -> Result<()> {
+        let Self { file, path } = self;
+        file.as_file().sync_all().map_err(|source| io_error("sync", &path, source))?;
+        file.persist(&path).map_err(|error| io_error("rename into", &path, error.error))?;
+        // Directories cannot be opened for syncing everywhere; the rename stands without it.
+        if let Ok(directory) = File::open(directory(&path)) {
+            match directory.sync_all() {
+                Err(source) if source.kind() != io::ErrorKind::InvalidInput => {
+                    return Err(io_error("sync the directory of", &path, source));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Follows symbolic links: it is the file behind one that is replaced, not the link.
+fn resolve(path: &Path) -> io::Result<PathBuf> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_symlink() => match fs::canonicalize(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let target = fs::read_link(path)?;
+                Ok(directory(path).join(target))
+            }
+            resolved => resolved,
+        },
+        Ok(metadata) if metadata.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
+        _ => Ok(path.to_owned()),
+    }
+}
+
+fn directory(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn io_error(op: &'static str, path: &Path, source: io::Error) -> Error {
+    Error::Io { op, path: path.display().to_string(), source }
+}

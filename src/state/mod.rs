@@ -1,0 +1,13 @@
+//! Where a state's bytes go to and come from.
+//!
+//! A section writes itself once, into a [`Sink`]: metadata as bytes, tensors as [`Region`]s. What the sink
+//! does with them (count, copy into a buffer, write a file) is no concern of the section, so size and data
+//! cannot disagree. A [`Source`] is the way back.
+//!
+//! [`Region`]: crate::storage::Region
+
+mod sink;
+mod source;
+
+pub use sink::{CountSink, DeviceSink, FileSink, Sink, SliceSink};
+pub use source::Source;

@@ -1,0 +1,250 @@
+//! Sinks: count, slice, device, file.
+
+use std::io::Write;
+
+use crate::error::{Error, Result};
+use crate::storage::{self, Region};
+
+/// Takes a state's bytes in order. `'a` is the cache that the regions point into.
+pub trait Sink<'a> {
+    /// Takes metadata.
+    ///
+    /// # Errors
+    /// If the sink cannot hold or write it.
+    fn write(&mut self, bytes: &[u8]) -> Result<()>;
+
+    /// Takes the bytes of cells of one plane. They may be copied only when the sink is finished.
+    ///
+    /// # Errors
+    /// If the sink cannot hold or write them.
+    fn write_tensor(&mut self, region: Region<'a>) -> Result<()>;
+
+    /// Takes a little-endian u32.
+    ///
+    /// # Errors
+    /// As [`Sink::write`].
+    fn write_u32(&mut self, value: u32) -> Result<()> {
+        self.write(&value.to_le_bytes())
+    }
+
+    /// Takes a little-endian i32.
+    ///
+    /// # Errors
+    /// As [`Sink::write`].
+    fn write_i32(&mut self, value: i32) -> Result<()> {
+        self.write(&value.to_le_bytes())
+    }
+
+    /// Takes a little-endian u64.
+    ///
+    /// # Errors
+    /// As [`Sink::write`].
+    fn write_u64(&mut self, value: u64) -> Result<()> {
+        self.write(&value.to_le_bytes())
+    }
+}
+
+/// Counts.
+#[derive(Debug, Default)]
+pub struct CountSink {
+    /// Bytes of metadata so far.
+    pub metadata: u64,
+    /// Bytes of tensors so far.
+    pub tensors: u64,
+}
+
+impl Sink<'_> for CountSink {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.metadata += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn write_tensor(&mut self, region: Region<'_>) -> Result<()> {
+        self.tensors += region.bytes();
+        Ok(())
+    }
+}
+
+/// Fills a buffer: metadata at once, all tensors in one batch at the end.
+#[derive(Debug)]
+pub struct SliceSink<'a, 'out> {
+    out: &'out mut [u8],
+    len: usize,
+    batch: Vec<(u64, Region<'a>)>,
+}
+
+impl<'a, 'out> SliceSink<'a, 'out> {
+    /// Fills `out` from its start.
+    pub fn new(out: &'out mut [u8]) -> Self {
+        Self { out, len: 0, batch: Vec::new() }
+    }
+
+    /// The next `n` bytes of the buffer.
+    fn take(&mut self, n: u64) -> Result<&mut [u8]> {
+        let size = self.out.len() as u64;
+        let need = (self.len as u64).saturating_add(n);
+        let end = usize::try_from(need).ok().filter(|&end| end <= self.out.len());
+        let end = end.ok_or(Error::BufferTooSmall { need, size })?;
+        let start = std::mem::replace(&mut self.len, end);
+        Ok(&mut self.out[start..end])
+    }
+
+    /// Copies the tensors; returns the bytes of the whole state.
+    ///
+    /// # Errors
+    /// As [`storage::gather`].
+    pub fn finish(self) -> Result<usize> {
+        storage::gather(&self.batch, self.out)?;
+        Ok(self.len)
+    }
+}
+
+impl<'a> Sink<'a> for SliceSink<'a, '_> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.take(bytes.len() as u64)?.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
+        let offset = self.len as u64;
+        self.take(region.bytes())?;
+        self.batch.push((offset, region));
+        Ok(())
+    }
+}
+
+/// Splits a state: metadata into the caller's buffer, tensors into memory of the context (`ON_DEVICE`).
+#[derive(Debug)]
+pub struct DeviceSink<'a, 'out> {
+    metadata: SliceSink<'a, 'out>,
+    batch: Vec<(u64, Region<'a>)>,
+    tensor_bytes: u64,
+}
+
+impl<'a, 'out> DeviceSink<'a, 'out> {
+    /// Puts the metadata into `out`.
+    pub fn new(out: &'out mut [u8]) -> Self {
+        Self { metadata: SliceSink::new(out), batch: Vec::new(), tensor_bytes: 0 }
+    }
+
+    /// Copies the tensors; returns the bytes of the metadata, and the tensors one after another.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`], and as [`storage::gather`].
+    pub fn finish(self) -> Result<(usize, Vec<u8>)> {
+        let mut tensors = zeroed(self.tensor_bytes, "a device state")?;
+        storage::gather(&self.batch, &mut tensors)?;
+        Ok((self.metadata.finish()?, tensors))
+    }
+}
+
+impl<'a> Sink<'a> for DeviceSink<'a, '_> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.metadata.write(bytes)
+    }
+
+    fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
+        let offset = self.tensor_bytes;
+        self.tensor_bytes += region.bytes();
+        self.batch.push((offset, region));
+        Ok(())
+    }
+}
+
+/// Writes a stream in order through one fixed buffer; rows that already lie in order skip it.
+#[derive(Debug)]
+pub struct FileSink<W: Write> {
+    out: W,
+    buffer: Vec<u8>,
+    written: u64,
+}
+
+impl<W: Write> FileSink<W> {
+    /// Large enough that a system call costs little, small enough to stay in the cache.
+    const CHUNK: u64 = 1 << 20;
+
+    /// Writes to `out`, which need not buffer.
+    pub fn new(out: W) -> Self {
+        Self { out, buffer: Vec::new(), written: 0 }
+    }
+
+    /// Bytes written so far.
+    #[must_use]
+    pub fn written(&self) -> u64 {
+        self.written + self.buffer.len() as u64
+    }
+
+    /// Writes what is buffered; returns the writer and the number of bytes written.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn finish(mut self) -> Result<(W, u64)> {
+        self.flush()?;
+        Ok((self.out, self.written))
+    }
+
+    fn write_through(&mut self, bytes: &[u8]) -> Result<()> {
+        self.out.write_all(bytes).map_err(write_error)?;
+        self.written += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let buffer = std::mem::take(&mut self.buffer);
+        self.write_through(&buffer)?;
+        self.buffer = buffer;
+        self.buffer.clear();
+        Ok(())
+    }
+
+    /// Makes room for `n` more bytes in the buffer, beyond [`FileSink::CHUNK`] only for a piece that is larger.
+    fn reserve(&mut self, n: u64) -> Result<()> {
+        if self.buffer.len() as u64 + n > Self::CHUNK {
+            self.flush()?;
+        }
+        let capacity = usize::try_from(n.max(Self::CHUNK)).unwrap_or(usize::MAX);
+        self.buffer
+            .try_reserve(capacity.saturating_sub(self.buffer.len()))
+            .map_err(|_| Error::OutOfMemory { what: "the file buffer", bytes: n })
+    }
+}
+
+/// The path is added by the session, which knows it.
+fn write_error(source: std::io::Error) -> Error {
+    Error::Io { op: "write", path: String::new(), source }
+}
+
+impl<'a, W: Write> Sink<'a> for FileSink<W> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.reserve(bytes.len() as u64)?;
+        self.buffer.extend_from_slice(bytes);
+        Ok(())
+    }
+
+    fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
+        for piece in region.split(Self::CHUNK) {
+            match piece.as_contiguous() {
+                Some(bytes) if bytes.len() as u64 * 2 > Self::CHUNK => {
+                    self.flush()?;
+                    self.write_through(bytes)?;
+                }
+                _ => {
+                    self.reserve(piece.bytes())?;
+                    let start = self.buffer.len();
+                    self.buffer.resize(start + piece.bytes() as usize, 0);
+                    storage::gather(&[(0, piece)], &mut self.buffer[start..])?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `n` zero bytes, or an error where `vec!` would abort.
+fn zeroed(n: u64, what: &'static str) -> Result<Vec<u8>> {
+    let mut out = Vec::new();
+    let len = usize::try_from(n).unwrap_or(usize::MAX);
+    out.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { what, bytes: n })?;
+    out.resize(len, 0);
+    Ok(out)
+}

@@ -1,0 +1,456 @@
+//! The storage floor against an oracle that moves single bytes.
+#![allow(unsafe_code, reason = "adopting memory is unsafe")]
+
+use std::sync::Arc;
+
+use kvstate::error::{Error, Result};
+use kvstate::storage::{Plane, PlaneShape, Region, Scatter, gather, scatter};
+use kvstate::types::{Move, Run};
+use proptest::prelude::*;
+use proptest::sample::select;
+
+/// Bytes before and behind an adopted plane; odd, so that nothing is aligned.
+const GUARD: usize = 7;
+
+/// A plane's memory, every byte of it different from its neighbours.
+#[derive(Clone, Debug)]
+struct Memory {
+    kv_size: u32,
+    shape: PlaneShape,
+    bytes: Vec<u8>,
+}
+
+impl Memory {
+    fn new(kv_size: u32, shape: PlaneShape, seed: u64) -> Self {
+        let span = usize::try_from(shape.span(kv_size).unwrap()).unwrap();
+        let mut bytes = noise(span + 2 * GUARD, seed);
+        bytes[..GUARD].fill(0xEE);
+        bytes[GUARD + span..].fill(0xEE);
+        Self { kv_size, shape, bytes }
+    }
+
+    /// The plane; it must be gone before `bytes` is used again.
+    fn plane(&mut self) -> Plane {
+        // SAFETY: `bytes` has the span and is neither moved nor used while a test uses the plane.
+        unsafe { Plane::adopt(self.bytes[GUARD..].as_mut_ptr(), self.kv_size, self.shape).unwrap() }
+    }
+
+    /// Channels and bytes of an element.
+    fn elems(&self) -> (u64, u64) {
+        match self.shape {
+            PlaneShape::Rows { row_size, .. } => (1, row_size),
+            PlaneShape::Channels { n_channel, elem_size, .. } => (n_channel.into(), elem_size.into()),
+        }
+    }
+
+    /// Index of every byte of `cells`, in blob order.
+    fn blob_order(&self, cells: &[u32]) -> Vec<usize> {
+        let (n_channel, elem_size) = self.elems();
+        let mut order = Vec::new();
+        for channel in 0..n_channel {
+            for &cell in cells {
+                for byte in 0..elem_size {
+                    let offset = match self.shape {
+                        PlaneShape::Rows { cell_stride, .. } => u64::from(cell) * cell_stride,
+                        PlaneShape::Channels { cell_stride, channel_stride, .. } => {
+                            channel * channel_stride + u64::from(cell) * cell_stride
+                        }
+                    };
+                    order.push(GUARD + usize::try_from(offset + byte).unwrap());
+                }
+            }
+        }
+        order
+    }
+
+    fn gathered(&self, cells: &[u32]) -> Vec<u8> {
+        self.blob_order(cells).into_iter().map(|i| self.bytes[i]).collect()
+    }
+
+    fn scattered(mut self, blob: &[u8], cells: &[u32]) -> Self {
+        for (i, byte) in self.blob_order(cells).into_iter().zip(blob) {
+            self.bytes[i] = *byte;
+        }
+        self
+    }
+}
+
+fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut x = seed | 1;
+    std::iter::repeat_with(|| {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        x.to_be_bytes()[0]
+    })
+    .take(len)
+    .collect()
+}
+
+fn shapes(kv_size: u32) -> impl Strategy<Value = PlaneShape> {
+    let gap = || prop_oneof![Just(0_u64), 1..9_u64];
+    let rows = (1..70_u64, gap())
+        .prop_map(|(row_size, gap)| PlaneShape::Rows { row_size, cell_stride: row_size + gap });
+    let channels = (1..9_u32, select(vec![1_u32, 2, 3, 4, 8, 18]), gap(), gap(), any::<bool>()).prop_map(
+        move |(n_channel, elem_size, inner_gap, outer_gap, interleaved)| {
+            let inner = u64::from(elem_size) + inner_gap;
+            let outer = |count: u32| u64::from(count) * inner + outer_gap;
+            let (cell_stride, channel_stride) =
+                if interleaved { (outer(n_channel), inner) } else { (inner, outer(kv_size)) };
+            PlaneShape::Channels { n_channel, elem_size, cell_stride, channel_stride }
+        },
+    );
+    prop_oneof![rows, channels]
+}
+
+/// A plane's memory, and some of its cells: few or many, hence short or long runs.
+fn memory_and_cells() -> impl Strategy<Value = (Memory, Vec<u32>)> {
+    (1..70_u32)
+        .prop_flat_map(|kv_size| {
+            let percent = select(vec![0.05, 0.5, 0.95, 1.0]);
+            let chosen = percent
+                .prop_flat_map(move |p| prop::collection::vec(prop::bool::weighted(p), kv_size as usize));
+            (Just(kv_size), shapes(kv_size), any::<u64>(), chosen)
+        })
+        .prop_map(|(kv_size, shape, seed, chosen)| {
+            let cells = (0..kv_size).filter(|&cell| chosen[cell as usize]).collect();
+            (Memory::new(kv_size, shape, seed), cells)
+        })
+}
+
+fn gather_one(region: Region<'_>) -> Vec<u8> {
+    let mut out = vec![0; usize::try_from(region.bytes()).unwrap()];
+    gather(&[(0, region)], &mut out).unwrap();
+    out
+}
+
+fn is_refused(result: &Result<()>) -> bool {
+    matches!(result, Err(Error::InvalidArgument { .. }))
+}
+
+fn runs_of(cells: &[u32]) -> Arc<[Run]> {
+    Run::of_sorted(cells).into()
+}
+
+proptest! {
+    #[test]
+    fn gather_writes_cells_in_blob_order((mut memory, cells) in memory_and_cells()) {
+        let expected = memory.gathered(&cells);
+        let plane = memory.plane();
+        let region = Region::new(&plane, &runs_of(&cells)).unwrap();
+        prop_assert_eq!(region.bytes(), expected.len() as u64);
+        prop_assert_eq!(gather_one(region), expected);
+    }
+
+    #[test]
+    fn gather_keeps_the_order_of_the_runs(
+        (mut memory, cells) in memory_and_cells(), swap in any::<prop::sample::Index>()
+    ) {
+        let mut runs = Run::of_sorted(&cells);
+        if !runs.is_empty() {
+            let middle = swap.index(runs.len());
+            runs.rotate_left(middle);
+        }
+        let cells: Vec<u32> = runs.iter().flat_map(|run| run.start..run.start + run.len).collect();
+        let expected = memory.gathered(&cells);
+        let plane = memory.plane();
+        prop_assert_eq!(gather_one(Region::new(&plane, &runs.into()).unwrap()), expected);
+    }
+
+    #[test]
+    fn gather_puts_each_region_at_its_offset(
+        (mut a, a_cells) in memory_and_cells(), (mut b, b_cells) in memory_and_cells(), gap in 0..9_usize
+    ) {
+        let (a_blob, b_blob) = (a.gathered(&a_cells), b.gathered(&b_cells));
+        let (a, b) = (a.plane(), b.plane());
+        let batch = [
+            (b_blob.len() as u64 + gap as u64, Region::new(&a, &runs_of(&a_cells)).unwrap()),
+            (0, Region::new(&b, &runs_of(&b_cells)).unwrap()),
+        ];
+        let expected = [&b_blob[..], &vec![0xEE; gap], &a_blob, &[0xEE; 3]].concat();
+        let mut out = vec![0xEE; expected.len()];
+        gather(&batch, &mut out).unwrap();
+        prop_assert_eq!(&out, &expected);
+
+        let need = expected.len() - 3;
+        if need > 0 {
+            let mut out = vec![0xEE; need - 1];
+            let error = gather(&batch, &mut out).unwrap_err();
+            let (wanted, size) = (need as u64, need as u64 - 1);
+            let named = matches!(error, Error::BufferTooSmall { need, size: s } if (need, s) == (wanted, size));
+            prop_assert!(named, "{}", error);
+            prop_assert!(out.iter().all(|&byte| byte == 0xEE), "nothing is written");
+        }
+    }
+
+    #[test]
+    fn pieces_of_a_split_make_up_the_region((mut memory, cells) in memory_and_cells(), max in 0..300_u64) {
+        let expected = memory.gathered(&cells);
+        let (_, elem_size) = memory.elems();
+        let least = match memory.shape {
+            PlaneShape::Rows { row_size, .. } => row_size,
+            PlaneShape::Channels { .. } => elem_size * cells.len() as u64,
+        };
+        let plane = memory.plane();
+        let mut joined = Vec::new();
+        for piece in Region::new(&plane, &runs_of(&cells)).unwrap().split(max) {
+            prop_assert!(piece.bytes() > 0 && piece.bytes() <= max.max(least));
+            // Pieces can be split again.
+            for piece in piece.split(max / 3) {
+                joined.extend(gather_one(piece));
+            }
+        }
+        prop_assert_eq!(joined, expected);
+    }
+
+    #[test]
+    fn contiguous_bytes_are_what_gather_writes((mut memory, cells) in memory_and_cells(), max in 0..300_u64) {
+        let order = memory.blob_order(&cells);
+        let in_one_piece = !order.is_empty() && order.windows(2).all(|pair| pair[0] + 1 == pair[1]);
+        let plane = memory.plane();
+        let region = Region::new(&plane, &runs_of(&cells)).unwrap();
+        prop_assert_eq!(region.as_contiguous().is_some(), in_one_piece);
+        for piece in region.clone().split(max).chain([region]) {
+            if let Some(bytes) = piece.as_contiguous() {
+                prop_assert_eq!(bytes, gather_one(piece));
+            }
+        }
+    }
+
+    #[test]
+    fn scatter_writes_the_moved_cells_and_no_other_byte(
+        (mut memory, cells) in memory_and_cells(), spare in 0..4_u32, seed in any::<u64>(), reverse in any::<bool>()
+    ) {
+        // The blob has spare cells in front; the others go to `cells`, in order or back to front.
+        let n_src = spare + u32::try_from(cells.len()).unwrap();
+        let order: Vec<u32> = if reverse { cells.iter().rev().copied().collect() } else { cells };
+        let moves = Move::of_pairs((spare..).zip(order.iter().copied()));
+        let source = Memory::new(n_src, dense_like(memory.shape, n_src), seed);
+        let blob = source.gathered(&(0..n_src).collect::<Vec<_>>());
+        let moved = source.gathered(&(spare..n_src).collect::<Vec<_>>());
+        let expected = memory.clone().scattered(&moved, &order);
+
+        let mut plane = memory.plane();
+        scatter(vec![Scatter { plane: &mut plane, moves: &moves, n_src, src: &blob }]).unwrap();
+        let runs: Arc<[Run]> = moves.iter().map(|m| Run { start: m.dst, len: m.len }).collect();
+        prop_assert_eq!(gather_one(Region::new(&plane, &runs).unwrap()), moved);
+        prop_assert_eq!(memory.bytes, expected.bytes);
+    }
+
+    #[test]
+    fn zero_clears_the_cells_and_no_other_byte((mut memory, cells) in memory_and_cells()) {
+        let zeroes = vec![0; memory.blob_order(&cells).len()];
+        let expected = memory.clone().scattered(&zeroes, &cells);
+        memory.plane().zero(&runs_of(&cells)).unwrap();
+        prop_assert_eq!(&memory.bytes, &expected.bytes);
+
+        let cells: Vec<u32> = (0..memory.kv_size).collect();
+        let zeroes = vec![0; memory.blob_order(&cells).len()];
+        let expected = memory.clone().scattered(&zeroes, &cells);
+        memory.plane().zero_all();
+        prop_assert_eq!(memory.bytes, expected.bytes);
+    }
+
+    #[test]
+    fn copy_cells_from_copies_the_cells_and_no_other_byte((mut memory, cells) in memory_and_cells(), seed in any::<u64>()) {
+        let mut source = Memory::new(memory.kv_size, memory.shape, seed);
+        let expected = memory.clone().scattered(&source.gathered(&cells), &cells);
+        memory.plane().copy_cells_from(&source.plane(), &runs_of(&cells)).unwrap();
+        prop_assert_eq!(memory.bytes, expected.bytes);
+    }
+
+    #[test]
+    fn runs_and_moves_outside_are_refused_and_change_nothing(
+        (mut memory, cells) in memory_and_cells(), start in any::<u32>(), len in any::<u32>(), near in any::<bool>()
+    ) {
+        let kv_size = memory.kv_size;
+        let (start, len) = if near { (start % kv_size, kv_size - start % kv_size + 1) } else { (start, len) };
+        prop_assume!(len == 0 || u64::from(start) + u64::from(len) > u64::from(kv_size));
+        let before = memory.bytes.clone();
+        let blob = noise(memory.blob_order(&(0..kv_size).collect::<Vec<_>>()).len(), 1);
+        let mut other = Memory::new(kv_size, memory.shape, 1);
+        let mut fine = Memory::new(kv_size, memory.shape, 2);
+        let fine_before = fine.bytes.clone();
+        let good = Move { src: 0, dst: 0, len: kv_size };
+
+        let mut runs = Run::of_sorted(&cells);
+        runs.push(Run { start, len });
+        let mut plane = memory.plane();
+        prop_assert!(is_refused(&plane.zero(&runs)));
+        prop_assert!(is_refused(&plane.copy_cells_from(&other.plane(), &runs)));
+        prop_assert!(is_refused(&Region::new(&plane, &runs.into()).map(drop)));
+
+        let mut fine_plane = fine.plane();
+        for bad in [Move { src: start, dst: 0, len }, Move { src: 0, dst: start, len }] {
+            // The part before it is fine, but is not written either.
+            let result = scatter(vec![
+                Scatter { plane: &mut fine_plane, moves: &[good], n_src: kv_size, src: &blob },
+                Scatter { plane: &mut plane, moves: &[bad], n_src: kv_size, src: &blob },
+            ]);
+            prop_assert!(is_refused(&result));
+        }
+        for src in [&blob[1..], &[&blob[..], &[0]].concat()] {
+            let result = scatter(vec![
+                Scatter { plane: &mut fine_plane, moves: &[good], n_src: kv_size, src: &blob },
+                Scatter { plane: &mut plane, moves: &[good], n_src: kv_size, src },
+            ]);
+            prop_assert!(is_refused(&result));
+        }
+        prop_assert_eq!(memory.bytes, before);
+        prop_assert_eq!(fine.bytes, fine_before);
+    }
+
+    #[test]
+    fn check_accepts_channel_after_channel_or_cell_after_cell_and_never_overlap(
+        kv_size in 0..6_u32, n_channel in 0..6_u32, elem_size in 0..4_u32, cell_stride in 0..24_u64, channel_stride in 0..24_u64
+    ) {
+        let shape = PlaneShape::Channels { n_channel, elem_size, cell_stride, channel_stride };
+        let mut bytes = Vec::new();
+        for channel in 0..u64::from(n_channel) {
+            for cell in 0..u64::from(kv_size) {
+                let start = channel * channel_stride + cell * cell_stride;
+                bytes.extend(start..start + u64::from(elem_size));
+            }
+        }
+        let last = bytes.iter().max().map_or(0, |byte| byte + 1);
+        prop_assert_eq!(shape.span(kv_size), Some(last));
+        let n_bytes = bytes.len();
+        bytes.sort_unstable();
+        bytes.dedup();
+        let apart = n_bytes > 0 && bytes.len() == n_bytes;
+        prop_assert!(apart || shape.check(kv_size).is_err(), "an accepted shape does not overlap");
+        // Elements that only interlock are apart as well, but no cache is laid out like that.
+        let room = u64::from(elem_size);
+        let regular = room > 0 && n_channel > 0 && kv_size > 0
+            && ((cell_stride >= room && channel_stride >= u64::from(kv_size) * cell_stride)
+                || (channel_stride >= room && cell_stride >= u64::from(n_channel) * channel_stride));
+        prop_assert_eq!(shape.check(kv_size).is_ok(), regular);
+    }
+}
+
+/// The shape of a blob of `n_cells` cells.
+fn dense_like(shape: PlaneShape, n_cells: u32) -> PlaneShape {
+    match shape {
+        PlaneShape::Rows { row_size, .. } => PlaneShape::dense_rows(row_size),
+        PlaneShape::Channels { n_channel, elem_size, .. } => {
+            PlaneShape::dense_channels(n_channel, elem_size, n_cells)
+        }
+    }
+}
+
+#[test]
+fn dense_shapes_span_their_cells_and_pass_the_check() {
+    for shape in [PlaneShape::dense_rows(34), PlaneShape::dense_channels(17, 2, 100)] {
+        assert_eq!((shape.cell_bytes(), shape.span(100), shape.check(100)), (34, Some(3400), Ok(())));
+    }
+}
+
+#[test]
+fn check_refuses_overlap_and_overflow() {
+    let rows = |row_size, cell_stride| PlaneShape::Rows { row_size, cell_stride };
+    assert!(rows(8, 7).check(2).unwrap_err().contains("overlap"));
+    assert!(rows(0, 8).check(2).unwrap_err().contains("no bytes"));
+    assert!(rows(8, 8).check(0).unwrap_err().contains("no bytes"));
+    assert_eq!(rows(8, u64::MAX / 2).span(4), None);
+    assert_eq!(rows(u64::MAX, u64::MAX).span(1), Some(u64::MAX));
+    assert!(rows(u64::MAX, u64::MAX).check(1).unwrap_err().contains("addressed"));
+    let channels = PlaneShape::dense_channels(u32::MAX, u32::MAX, u32::MAX);
+    assert_eq!(channels.span(u32::MAX), None);
+    assert!(channels.check(u32::MAX).unwrap_err().contains("addressed"));
+}
+
+#[test]
+fn repeated_runs_cannot_outnumber_the_cells() {
+    let planes = Plane::allocate(&[PlaneShape::dense_rows(1)], 4).unwrap();
+    let run = Run { start: 0, len: 3 };
+    assert!(is_refused(&Region::new(&planes[0], &[run, run].into()).map(drop)));
+}
+
+#[test]
+fn copy_cells_from_refuses_another_shape_or_size() {
+    let run = [Run { start: 0, len: 1 }];
+    let rows = PlaneShape::dense_rows;
+    let mut plane = Plane::allocate(&[rows(4)], 8).unwrap().remove(0);
+    for other in [Plane::allocate(&[rows(5)], 8), Plane::allocate(&[rows(4)], 9)] {
+        assert!(is_refused(&plane.copy_cells_from(&other.unwrap()[0], &run)));
+    }
+}
+
+#[test]
+fn allocated_planes_are_zeroed_and_apart() {
+    let kv_size = 33;
+    let shapes = [
+        PlaneShape::dense_rows(34),
+        PlaneShape::dense_channels(5, 2, kv_size),
+        PlaneShape::Rows { row_size: 3, cell_stride: 10 },
+    ];
+    let mut planes = Plane::allocate(&shapes.repeat(2), kv_size).unwrap();
+    assert_eq!(planes.len(), 6);
+    let runs: Arc<[Run]> = [Run { start: 0, len: kv_size }].into();
+    for plane in &planes {
+        assert!(gather_one(Region::new(plane, &runs).unwrap()).iter().all(|&byte| byte == 0));
+    }
+    // Planes outlive each other, and hold what was written into them.
+    let blobs: Vec<Vec<u8>> = planes
+        .iter()
+        .zip(0..)
+        .map(|(plane, seed)| {
+            noise(kv_size as usize * usize::try_from(plane.shape().cell_bytes()).unwrap(), seed)
+        })
+        .collect();
+    let moves = [Move { src: 0, dst: 0, len: kv_size }];
+    let batch = planes
+        .iter_mut()
+        .zip(&blobs)
+        .map(|(plane, src)| Scatter { plane, moves: &moves, n_src: kv_size, src })
+        .collect();
+    scatter(batch).unwrap();
+    drop(planes.remove(0));
+    for (plane, blob) in planes.iter().zip(&blobs[1..]) {
+        assert_eq!(&gather_one(Region::new(plane, &runs).unwrap()), blob);
+    }
+    assert!(Plane::allocate(&[], kv_size).unwrap().is_empty());
+}
+
+#[test]
+fn allocated_planes_start_at_multiples_of_64_bytes() {
+    // Small and large allocations come from different places.
+    let held: Vec<Vec<Plane>> = (0..20)
+        .map(|i| Plane::allocate(&[PlaneShape::dense_rows(1 << i), PlaneShape::dense_rows(3)], 1).unwrap())
+        .collect();
+    assert!(held.iter().flatten().all(|plane| plane.as_ptr().addr() % 64 == 0));
+}
+
+#[test]
+fn memory_that_cannot_be_had_is_an_error() {
+    let huge = PlaneShape::dense_rows(1 << 30);
+    for shapes in [vec![huge], vec![huge; 2], vec![huge; 100]] {
+        let error = Plane::allocate(&shapes, u32::MAX).unwrap_err();
+        assert!(matches!(error, Error::OutOfMemory { bytes, .. } if bytes >= 1 << 61), "{error}");
+    }
+}
+
+#[test]
+fn a_large_allocation_costs_nothing_until_it_is_written() {
+    // 64 GiB of addresses: more than a test machine has to spare.
+    match Plane::allocate(&[PlaneShape::dense_rows(1 << 20)], 1 << 16) {
+        Ok(planes) => assert_eq!(gather_one(Region::new(&planes[0], &runs_of(&[7])).unwrap()).len(), 1 << 20),
+        Err(error) => assert!(matches!(error, Error::OutOfMemory { .. }), "{error}"),
+    }
+}
+
+#[test]
+fn adopt_refuses_null_and_bad_shapes() {
+    let shape = PlaneShape::dense_rows(4);
+    // SAFETY: NULL is refused before anything is read.
+    assert!(unsafe { Plane::adopt(std::ptr::null_mut(), 1, shape) }.is_err());
+    let mut bytes = [0_u8; 8];
+    let overlapping = PlaneShape::Rows { row_size: 4, cell_stride: 3 };
+    // SAFETY: the shape is refused before anything is read.
+    assert!(unsafe { Plane::adopt(bytes.as_mut_ptr(), 2, overlapping) }.is_err());
+}
+
+#[test]
+fn planes_go_between_threads() {
+    fn is_send_sync<T: Send + Sync>() {}
+    is_send_sync::<Plane>();
+    is_send_sync::<Region<'_>>();
+}
