@@ -421,7 +421,7 @@ proptest! {
         ops in prop::collection::vec(ops(), 1..40),
     ) {
         let swa = Swa::new(SwaType::from_u32(swa_type).unwrap(), n_swa).unwrap();
-        let mut cells = Cells::new(size, u32::try_from(N_SEQ).unwrap(), has_ext);
+        let mut cells = Cells::new(size, u32::try_from(N_SEQ).unwrap(), has_ext).unwrap();
         let mut model = Model { cells: vec![None; size as usize], head: 0 };
         for op in &ops {
             run(&mut cells, &mut model, op, swa);

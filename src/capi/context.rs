@@ -11,7 +11,7 @@ use crate::context::{Context, ContextParams, PendingShift, Shift};
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
 use crate::memory::{
-    KvParams, KvPlanes, LayerParams, LegacyRotation, SectionParams, TensorParams, swa_kv_size,
+    KvParams, KvPlanes, LayerParams, LegacyRotation, SectionParams, Streams, TensorParams, swa_kv_size,
 };
 use crate::storage::{Plane, PlaneShape};
 use crate::types::{Swa, SwaType};
@@ -378,7 +378,7 @@ fn legacy_rotation(value: u32) -> Result<Option<LegacyRotation>> {
 
 unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
     let unified = flag("unified", params.unified)?;
-    let n_stream = if unified { 1 } else { params.n_seq_max };
+    let n_stream = Streams::new(params.n_seq_max, unified)?.n_stream;
     // SAFETY: the header demands an array of n_section structs.
     let sections = unsafe { params::read_array("sections", params.sections, params.n_section as usize) }?;
     let sections = sections
@@ -387,13 +387,12 @@ unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
         // SAFETY: the header demands valid pointers in it.
         .map(|(i, section)| unsafe { section_params(i, section, n_stream) })
         .collect::<Result<_>>()?;
-    let arch = match params.arch.is_null() {
-        true => String::new(),
-        false => {
-            // SAFETY: the header demands a string.
-            let arch = unsafe { string("arch", params.arch) }?;
-            arch.to_str().map_err(|_| Error::arg("arch", "not UTF-8"))?.to_owned()
-        }
+    let arch = if params.arch.is_null() {
+        String::new()
+    } else {
+        // SAFETY: the header demands a string.
+        let arch = unsafe { string("arch", params.arch) }?;
+        arch.to_str().map_err(|_| Error::arg("arch", "not UTF-8"))?.to_owned()
     };
     Ok(ContextParams {
         n_seq_max: params.n_seq_max,
@@ -430,8 +429,8 @@ fn shift(params: &kvs_context_params) -> Result<Shift> {
         let code = unsafe {
             callback(
                 user_data.get(),
-                section as u32,
-                stream as u32,
+                u32::try_from(section).unwrap_or(u32::MAX),
+                u32::try_from(stream).unwrap_or(u32::MAX),
                 cells.as_ptr(),
                 shifts.as_ptr(),
                 cells.len(),
@@ -552,14 +551,13 @@ unsafe fn adopt(
     }
     shape.check(kv_size).map_err(|reason| Error::arg(name, reason))?;
     let span = shape.span(kv_size).unwrap_or(u64::MAX);
-    let stride = if stream_stride == 0 { span } else { stream_stride };
-    if stride < span {
-        return Err(Error::arg(name, format!("a stream stride of {stride} bytes for streams of {span}")));
+    let step = if stream_stride == 0 { span } else { stream_stride };
+    if step < span {
+        return Err(Error::arg(name, format!("a stream stride of {step} bytes for streams of {span}")));
     }
-    let offset = stride.checked_mul(u64::from(stream)).and_then(|offset| usize::try_from(offset).ok());
-    let offset = offset.filter(|&offset| offset <= isize::MAX as usize);
+    let offset = step.checked_mul(u64::from(stream)).and_then(|offset| isize::try_from(offset).ok());
     let offset = offset.ok_or_else(|| Error::arg(name, "the streams do not fit in memory"))?;
     // SAFETY: the header demands memory for all streams at `base`, so the offset stays inside it, and that it
     // is used by nobody else while a call that reads or writes K or V runs.
-    unsafe { Plane::adopt(base.cast::<u8>().add(offset), kv_size, shape) }
+    unsafe { Plane::adopt(base.cast::<u8>().offset(offset), kv_size, shape) }
 }

@@ -344,9 +344,10 @@ unsafe fn token<'a>(ubatch: &kvs_ubatch, i: usize) -> Result<UbatchToken<'a>> {
         let n_seq_id = usize::try_from(n_seq_id).map_err(|_| {
             Error::arg(format!("n_seq_id[{i}]"), format!("{n_seq_id}, at least 1 is possible"))
         })?;
-        let seq_ids = match ubatch.seq_id.is_null() {
-            true => SEQ_0,
-            false => array("seq_id", array("seq_id", ubatch.seq_id, n)?[i], n_seq_id)?,
+        let seq_ids = if ubatch.seq_id.is_null() {
+            SEQ_0
+        } else {
+            array("seq_id", array("seq_id", ubatch.seq_id, n)?[i], n_seq_id)?
         };
         (pos, seq_ids)
     };

@@ -3,6 +3,7 @@
 //! The header is made from these modules by cbindgen, so their comments are written for its readers.
 #![allow(unsafe_code, reason = "this is where pointers of C callers become references")]
 #![allow(non_camel_case_types, reason = "C names")]
+#![allow(clippy::doc_markdown, reason = "the comments become the C header's")]
 #![allow(clippy::missing_safety_doc, reason = "the header states the contract of all calls once, at its top")]
 
 mod context;

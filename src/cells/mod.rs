@@ -60,20 +60,22 @@ pub struct Cells {
 
 impl Cells {
     /// `kv_size` empty cells for sequences `0..n_seq_max`.
-    #[must_use]
-    pub fn new(kv_size: u32, n_seq_max: u32, has_ext: bool) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn new(kv_size: u32, n_seq_max: u32, has_ext: bool) -> Result<Self> {
         let n = kv_size as usize;
-        Self {
+        Ok(Self {
             size: kv_size,
-            pos: vec![0; n],
-            ext: vec![CellExt::default(); if has_ext { n } else { 0 }],
-            seqs: vec![SeqSet::EMPTY; n],
+            pos: filled(n, 0)?,
+            ext: filled(if has_ext { n } else { 0 }, CellExt::default())?,
+            seqs: filled(n, SeqSet::EMPTY)?,
             used: CellSet::new(kv_size),
             index: vec![PosIndex::default(); n_seq_max as usize],
             shift: BTreeMap::new(),
             head: 0,
             has_ext,
-        }
+        })
     }
 
     /// Number of cells.
@@ -341,4 +343,13 @@ impl Cells {
         }
         entries
     }
+}
+
+/// `n` values, or an error where `vec!` would abort.
+fn filled<T: Clone>(n: usize, value: T) -> Result<Vec<T>> {
+    let mut out = Vec::new();
+    let bytes = (n as u64).saturating_mul(size_of::<T>() as u64);
+    out.try_reserve_exact(n).map_err(|_| Error::OutOfMemory { what: "cell metadata", bytes })?;
+    out.resize(n, value);
+    Ok(out)
 }

@@ -69,6 +69,19 @@ impl<'a> Search<'a> {
         }
     }
 
+    /// The `n` used cells of the smallest positions that `swa` masks; fewer if there are not as many. Their
+    /// sequences lose all older positions with them, so these are the ones that cost least.
+    fn oldest_reusable(&self, n: usize, swa: Swa) -> impl Iterator<Item = u32> {
+        let mut masked: Vec<(Pos, u32)> = self
+            .used
+            .iter()
+            .filter(|&cell| self.is_reusable(cell, swa))
+            .map(|cell| (self.cells.pos[cell as usize], cell))
+            .collect();
+        masked.sort_unstable();
+        masked.into_iter().take(n).map(|(_, cell)| cell)
+    }
+
     /// Whether a used cell has one sequence only, whose next token does not see it.
     fn is_reusable(&self, cell: u32, swa: Swa) -> bool {
         let mut seqs = self.cells.seqs[cell as usize];
@@ -143,8 +156,11 @@ impl Cells {
             .filter(|(_, meta)| dropped_to.is_none_or(|pos| meta.pos > pos))
             .map(|(i, _)| i)
             .collect();
-        let enough = kept.len() <= search.n_free();
-        let cells = search.take(kept.len(), if enough { Swa::NONE } else { swa });
+        let mut cells = search.take(kept.len(), Swa::NONE);
+        if cells.len() < kept.len() {
+            cells.extend(search.oldest_reusable(kept.len() - cells.len(), swa));
+            cells.sort_unstable();
+        }
         if cells.len() < kept.len() {
             return Err(Shortage { need: kept.len() as u64, free: cells.len() as u64 });
         }

@@ -29,7 +29,7 @@ fn positions(cells: &Cells, s: usize) -> Vec<Pos> {
 
 /// 8 cells, `a` positions of sequence A and then `b` of sequence B.
 fn filled(a: Pos, b: Pos) -> Cells {
-    let mut cells = Cells::new(8, 3, false);
+    let mut cells = Cells::new(8, 3, false).unwrap();
     append(&mut cells, A, 0..a);
     append(&mut cells, B, 0..b);
     cells
@@ -188,7 +188,7 @@ fn seq_cp_from_brings_cells_shifts_and_head() {
 
 #[test]
 fn find_slot_wraps_and_goes_back_to_the_start_when_there_is_room_before_the_head() {
-    let mut cells = Cells::new(8, 1, false);
+    let mut cells = Cells::new(8, 1, false).unwrap();
     cells.apply(&[5], &metas(A, [0]));
     assert_eq!(cells.find_slot(3, Swa::NONE).unwrap(), [6, 7, 0]);
     assert_eq!(cells.find_slot(2, Swa::NONE).unwrap(), [0, 1]);

@@ -1,6 +1,8 @@
 //! What an engine needs in order to keep its cache here: cells for a ubatch, n_kv, the attention mask, and the
 //! addresses of K and V.
 
+use std::collections::BTreeMap;
+
 use super::Context;
 use crate::cells::{CellMeta, SeqSet};
 use crate::error::{Error, Result};
@@ -24,15 +26,14 @@ pub struct UbatchToken<'a> {
 pub struct Slot {
     context_id: u64,
     generation: u64,
-    streams: Vec<StreamTokens>,
+    streams: BTreeMap<usize, StreamTokens>,
     /// By section: the cell of each token, in the order of the ubatch.
     cells: Vec<Vec<u32>>,
 }
 
 /// The tokens of a ubatch that go into one stream.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 struct StreamTokens {
-    stream: usize,
     /// Indices into the ubatch, ascending.
     tokens: Vec<usize>,
     metas: Vec<CellMeta>,
@@ -53,22 +54,16 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] and [`Error::SeqId`] for tokens that make no sense, [`Error::NoSlot`].
     pub fn prepare(&self, ubatch: &[UbatchToken<'_>]) -> Result<Slot> {
-        let mut streams: Vec<StreamTokens> = Vec::new();
+        let mut streams = BTreeMap::<usize, StreamTokens>::new();
         for (i, token) in ubatch.iter().enumerate() {
             let (stream, meta) = self.check_token(i, token)?;
-            let entry = match streams.iter_mut().find(|entry| entry.stream == stream) {
-                Some(entry) => entry,
-                None => {
-                    streams.push(StreamTokens { stream, tokens: Vec::new(), metas: Vec::new() });
-                    streams.last_mut().expect("just pushed")
-                }
-            };
+            let entry = streams.entry(stream).or_default();
             entry.tokens.push(i);
             entry.metas.push(meta);
         }
         let mut cells = vec![vec![0; ubatch.len()]; self.n_section()];
         for (kv, cells) in self.memory.kv_caches().zip(&mut cells) {
-            for StreamTokens { stream, tokens, .. } in &streams {
+            for (stream, StreamTokens { tokens, .. }) in &streams {
                 let found = kv.find_slot(*stream, tokens.len())?;
                 for (&token, cell) in tokens.iter().zip(found) {
                     cells[token] = cell;
@@ -111,7 +106,7 @@ impl Context {
         if slot.generation != self.generation() {
             return Err(Error::Stale { slot: slot.generation, cache: self.generation() });
         }
-        for StreamTokens { stream, tokens, metas } in &slot.streams {
+        for (stream, StreamTokens { tokens, metas }) in &slot.streams {
             for (section, cells) in slot.cells.iter().enumerate() {
                 let cells: Vec<u32> = tokens.iter().map(|&token| cells[token]).collect();
                 self.apply(section, *stream, &cells, metas);

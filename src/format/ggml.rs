@@ -14,56 +14,56 @@ struct Traits {
 
 /// By ggml's number; gaps are types that ggml removed.
 const TRAITS: [Option<Traits>; 43] = {
-    const fn plain(name: &'static str, type_size: u32) -> Option<Traits> {
-        Some(Traits { name, block_size: 1, type_size, quantized: false })
+    const fn plain(name: &'static str, type_size: u32) -> Traits {
+        Traits { name, block_size: 1, type_size, quantized: false }
     }
-    const fn quant(name: &'static str, block_size: u32, type_size: u32) -> Option<Traits> {
-        Some(Traits { name, block_size, type_size, quantized: true })
+    const fn quant(name: &'static str, block_size: u32, type_size: u32) -> Traits {
+        Traits { name, block_size, type_size, quantized: true }
     }
     [
-        plain("f32", 4),
-        plain("f16", 2),
-        quant("q4_0", 32, 18),
-        quant("q4_1", 32, 20),
+        Some(plain("f32", 4)),
+        Some(plain("f16", 2)),
+        Some(quant("q4_0", 32, 18)),
+        Some(quant("q4_1", 32, 20)),
         None,
         None,
-        quant("q5_0", 32, 22),
-        quant("q5_1", 32, 24),
-        quant("q8_0", 32, 34),
-        quant("q8_1", 32, 36),
-        quant("q2_K", 256, 84),
-        quant("q3_K", 256, 110),
-        quant("q4_K", 256, 144),
-        quant("q5_K", 256, 176),
-        quant("q6_K", 256, 210),
-        quant("q8_K", 256, 292),
-        quant("iq2_xxs", 256, 66),
-        quant("iq2_xs", 256, 74),
-        quant("iq3_xxs", 256, 98),
-        quant("iq1_s", 256, 50),
-        quant("iq4_nl", 32, 18),
-        quant("iq3_s", 256, 110),
-        quant("iq2_s", 256, 82),
-        quant("iq4_xs", 256, 136),
-        plain("i8", 1),
-        plain("i16", 2),
-        plain("i32", 4),
-        plain("i64", 8),
-        plain("f64", 8),
-        quant("iq1_m", 256, 56),
-        plain("bf16", 2),
-        None,
-        None,
-        None,
-        quant("tq1_0", 256, 54),
-        quant("tq2_0", 256, 66),
+        Some(quant("q5_0", 32, 22)),
+        Some(quant("q5_1", 32, 24)),
+        Some(quant("q8_0", 32, 34)),
+        Some(quant("q8_1", 32, 36)),
+        Some(quant("q2_K", 256, 84)),
+        Some(quant("q3_K", 256, 110)),
+        Some(quant("q4_K", 256, 144)),
+        Some(quant("q5_K", 256, 176)),
+        Some(quant("q6_K", 256, 210)),
+        Some(quant("q8_K", 256, 292)),
+        Some(quant("iq2_xxs", 256, 66)),
+        Some(quant("iq2_xs", 256, 74)),
+        Some(quant("iq3_xxs", 256, 98)),
+        Some(quant("iq1_s", 256, 50)),
+        Some(quant("iq4_nl", 32, 18)),
+        Some(quant("iq3_s", 256, 110)),
+        Some(quant("iq2_s", 256, 82)),
+        Some(quant("iq4_xs", 256, 136)),
+        Some(plain("i8", 1)),
+        Some(plain("i16", 2)),
+        Some(plain("i32", 4)),
+        Some(plain("i64", 8)),
+        Some(plain("f64", 8)),
+        Some(quant("iq1_m", 256, 56)),
+        Some(plain("bf16", 2)),
         None,
         None,
         None,
-        quant("mxfp4", 32, 17),
-        quant("nvfp4", 64, 36),
-        quant("q1_0", 128, 18),
-        quant("q2_0", 64, 18),
+        Some(quant("tq1_0", 256, 54)),
+        Some(quant("tq2_0", 256, 66)),
+        None,
+        None,
+        None,
+        Some(quant("mxfp4", 32, 17)),
+        Some(quant("nvfp4", 64, 36)),
+        Some(quant("q1_0", 128, 18)),
+        Some(quant("q2_0", 64, 18)),
     ]
 };
 
@@ -147,7 +147,7 @@ impl GgmlType {
     /// Bytes of a row of `n` elements; `None` if `n` is no whole number of blocks.
     #[must_use]
     pub const fn row_size(self, n: u32) -> Option<u64> {
-        if n % self.block_size() != 0 {
+        if !n.is_multiple_of(self.block_size()) {
             return None;
         }
         Some((n / self.block_size()) as u64 * self.type_size() as u64)

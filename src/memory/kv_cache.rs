@@ -41,7 +41,7 @@ impl KvCache {
         };
         let cells = (0..streams.n_stream)
             .map(|_| Cells::new(geometry.kv_size, streams.n_seq_max, geometry.cell_ext))
-            .collect();
+            .collect::<Result<_>>()?;
         Ok(Self { name, geometry, streams, cells, planes })
     }
 

@@ -1,5 +1,7 @@
 //! `state_read_sinfo`, in three steps: read and check, place, commit. Only commit changes the cache.
 
+use std::fmt::Display;
+
 use super::geometry::TensorGeometry;
 use super::kv_cache::KvCache;
 use super::kv_write::Scope;
@@ -349,15 +351,15 @@ impl KvCache {
     fn mismatch(
         &self,
         what: &'static str,
-        state: impl ToString,
-        cache: impl ToString,
+        state: impl Display,
+        cache: impl Display,
         layer: Option<usize>,
     ) -> Error {
         let place = match layer {
             Some(layer) => format!("section {}, layer {layer}", self.name),
             None => format!("section {}", self.name),
         };
-        Error::Mismatch { what, state: state.to_string(), cache: cache.to_string(), place }
+        Error::Mismatch { what, state: format!("{state}"), cache: format!("{cache}"), place }
     }
 
     fn no_space(&self, need: u64, free: u64, stream: usize) -> Error {
@@ -393,7 +395,7 @@ fn lift_tokens(metas: &mut [CellMeta], tokens: &[Token]) {
     order.sort_by_key(|&i| metas[i].pos);
     let aligned = metas.len() == tokens.len();
     for (rank, i) in order.into_iter().enumerate() {
-        let index = if aligned { rank } else { metas[i].pos as usize };
+        let index = if aligned { rank } else { usize::try_from(metas[i].pos).unwrap_or(usize::MAX) };
         metas[i].ext.tok = tokens.get(index).copied().unwrap_or(TOKEN_NULL);
     }
 }

@@ -73,7 +73,7 @@ pub struct SliceSink<'a, 'out> {
     batch: Vec<(u64, Region<'a>)>,
 }
 
-impl<'a, 'out> SliceSink<'a, 'out> {
+impl<'out> SliceSink<'_, 'out> {
     /// Fills `out` from its start.
     pub fn new(out: &'out mut [u8]) -> Self {
         Self { out, len: 0, batch: Vec::new() }
@@ -121,7 +121,7 @@ pub struct DeviceSink<'a, 'out> {
     tensor_bytes: u64,
 }
 
-impl<'a, 'out> DeviceSink<'a, 'out> {
+impl<'out> DeviceSink<'_, 'out> {
     /// Puts the metadata into `out`.
     pub fn new(out: &'out mut [u8]) -> Self {
         Self { metadata: SliceSink::new(out), batch: Vec::new(), tensor_bytes: 0 }
@@ -231,7 +231,8 @@ impl<'a, W: Write> Sink<'a> for FileSink<W> {
                 _ => {
                     self.reserve(piece.bytes())?;
                     let start = self.buffer.len();
-                    self.buffer.resize(start + piece.bytes() as usize, 0);
+                    let len = usize::try_from(piece.bytes()).unwrap_or(usize::MAX);
+                    self.buffer.resize(start.saturating_add(len), 0);
                     storage::gather(&[(0, piece)], &mut self.buffer[start..])?;
                 }
             }
