@@ -129,7 +129,7 @@ pub struct kvs_section_params {
     pub kv: *const kvs_kv_params,
 }
 
-/// Rotates the K rows of n cells of a stream of a section, in every layer: cells[i] by shifts[i] positions
+/// Rotates the K rows of n cells of a stream of a section, in every layer: cell i of the array by shift i
 /// forward (never 0). Returns 0 if it did. Called from calls that write a state, before K is read; it must not
 /// call the library with the same context.
 pub type kvs_shift_callback = Option<
@@ -531,8 +531,8 @@ unsafe fn adopted_planes(
                 PlaneShape::Rows { row_size: size, cell_stride: or(raw.v_cell_stride, size) }
             };
             // SAFETY: passed on.
-            let plane = unsafe { adopt(&place("v"), raw.v, raw.v_stream_stride, stream, kv.kv_size, shape) }?;
-            planes.v.push(Some(plane));
+            let v = unsafe { adopt(&place("v"), raw.v, raw.v_stream_stride, stream, kv.kv_size, shape) }?;
+            planes.v.push(Some(v));
         }
     }
     Ok(Some(planes))

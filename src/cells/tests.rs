@@ -90,7 +90,7 @@ fn place_takes_masked_cells_of_others_only_last_and_purges_them() {
     let blob = metas(A, [0, 1, 2, 8, 9, 10]);
     let placed = cells.place(Some(seq(A)), &blob, window(3), true).unwrap();
     assert_eq!(placed.kept, [3, 4, 5]);
-    assert_eq!(placed.cells, [7, 0, 1]);
+    assert_eq!(placed.cells, [0, 1, 7]);
     cells.seq_rm(seq(A), PosRange::ALL);
     cells.apply(&placed.cells, &blob[3..]);
     assert_eq!(positions(&cells, B), [2, 3, 4, 5, 6]);

@@ -1,4 +1,4 @@
-//! What an engine needs in order to keep its cache here: cells for a ubatch, n_kv, the attention mask, and the
+//! What an engine needs in order to keep its cache here: cells for a ubatch, `n_kv`, the attention mask, and the
 //! addresses of K and V.
 
 use std::collections::BTreeMap;
