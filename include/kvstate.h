@@ -176,8 +176,8 @@ typedef struct kvs_section_params {
 // Position of a token in its sequence.
 typedef int32_t kvs_pos;
 
-// Rotates the K rows of n cells of a stream of a section, in every layer: cell i of the array by shift i
-// forward (never 0). Returns 0 if it did. Called from calls that write a state, before K is read; it must not
+// Rotates the K rows of n cells of a stream of a section, in every layer: each cell of the array cells by the
+// number of positions at the same index of shifts, forward (negative: back; never 0). Returns 0 if it did. Called from calls that write a state, before K is read; it must not
 // call the library with the same context.
 typedef int32_t (*kvs_shift_callback)(void *user_data,
                                       uint32_t section,

@@ -225,9 +225,19 @@ impl Model {
                 _ => break,
             }
         }
-        let free = (0..after.cells.len()).filter(|&i| after.can_use(i, swa)).count();
-        let short = (kept.len() as u64, free as u64);
-        after.find_slot(kept.len(), swa).map(|cells| (kept, cells)).ok_or(short)
+        // Every empty cell, and of the used ones those of the smallest positions.
+        let mut usable: Vec<(i64, usize)> = (0..after.cells.len())
+            .filter(|&i| after.can_use(i, swa))
+            .map(|i| (after.cells[i].as_ref().map_or(-1, |cell| cell.pos), i))
+            .collect();
+        if usable.len() < kept.len() {
+            return Err((kept.len() as u64, usable.len() as u64));
+        }
+        usable.sort_unstable();
+        let mut cells: Vec<u32> =
+            usable[..kept.len()].iter().map(|&(_, i)| u32::try_from(i).unwrap()).collect();
+        cells.sort_unstable();
+        Ok((kept, cells))
     }
 }
 

@@ -129,8 +129,8 @@ pub struct kvs_section_params {
     pub kv: *const kvs_kv_params,
 }
 
-/// Rotates the K rows of n cells of a stream of a section, in every layer: cell i of the array by shift i
-/// forward (never 0). Returns 0 if it did. Called from calls that write a state, before K is read; it must not
+/// Rotates the K rows of n cells of a stream of a section, in every layer: each cell of the array cells by the
+/// number of positions at the same index of shifts, forward (negative: back; never 0). Returns 0 if it did. Called from calls that write a state, before K is read; it must not
 /// call the library with the same context.
 pub type kvs_shift_callback = Option<
     unsafe extern "C" fn(
