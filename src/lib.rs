@@ -1,4 +1,123 @@
-//! kvstate
+//! kvstate keeps the KV cache of an inference server and saves, restores, checkpoints and files the state of one
+//! sequence of it, with llama.cpp's exact bytes and calls.
+//!
+//! This page shows the crate's two ways to hold a cache. From C and C++ the same is done through
+//! `include/kvstate.h`, whose calls are those of llama.h with `kvs_` for `llama_`.
+//!
+//! # Words
+//!
+//! They are llama.cpp's. A **section** is one cache of a model's memory: an attention cache, or one half of an
+//! iSWA pair (full attention, then sliding window). A **cell** holds K and V of one token in every layer of its
+//! section; it has a **position** and belongs to one sequence or more. Cells of a section lie in one **stream**
+//! that all sequences share (unified), or in a stream for each sequence. A **plane** is the memory of one
+//! layer's K or V in one stream: a row per cell, or for transposed V (`v_trans`) a channel after the other.
+//!
+//! # Managed: kvstate has the memory
+//!
+//! The engine asks for cells ([`Context::prepare`]), takes them ([`Context::commit`]), writes K and V of its
+//! tokens into them ([`Context::k`], [`Context::v`] give the addresses), and attends to what
+//! [`Context::mask_row`] shows.
+//!
+//! ```
+//! use kvstate::context::UbatchToken;
+//! use kvstate::format::GgmlType;
+//! use kvstate::memory::{KvParams, LayerParams, TensorParams, swa_kv_size};
+//! use kvstate::types::{CellExt, StateFlags, Swa, SwaType};
+//! use kvstate::{Context, ContextParams, Error};
+//!
+//! # fn main() -> kvstate::Result<()> {
+//! // Two layers of full attention and two with a window of 128 positions, f16, 64 elements a cell.
+//! let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 64 };
+//! let layer = LayerParams { k: tensor, v: Some(tensor) };
+//! let base = KvParams::new(4096, 2, layer);
+//! let swa = KvParams {
+//!     swa: Swa::new(SwaType::Standard, 128).expect("a window has a size"),
+//!     ..KvParams::new(swa_kv_size(4096, 128, 4, 512, true), 2, layer)
+//! };
+//! let mut context = Context::new(ContextParams::new(4, vec![base.into(), swa.into()]))?;
+//!
+//! // A prompt of 300 tokens in sequence 0. An engine computes K and V into the cells that it gets.
+//! let token = |pos| UbatchToken { pos, ext: CellExt::default(), seq_ids: &[0] };
+//! let prompt: Vec<_> = (0..300).map(token).collect();
+//! let slot = context.prepare(&prompt)?;
+//! context.commit(&slot)?;
+//! assert_eq!(slot.cells(0).map(<[u32]>::len), Some(300));
+//!
+//! // A checkpoint holds only what seq_rm cannot roll back: the 128 cells in the window.
+//! let mut size = |flags| context.state_seq_get_size(0, flags);
+//! let (whole, checkpoint) = (size(StateFlags::empty())?, size(StateFlags::PARTIAL_ONLY)?);
+//! assert!(checkpoint < whole / 3);
+//!
+//! // The state of sequence 0 becomes sequence 3. The restored sequence can be cut to any prefix.
+//! let mut state = vec![0; usize::try_from(whole).expect("it fits in memory")];
+//! context.state_seq_get_data(&mut state, 0, StateFlags::empty())?;
+//! let consumed = context.state_seq_set_data(&state, 3, StateFlags::empty())?;
+//! assert_eq!(consumed, state.len());
+//! context.seq_rm(3, 200, -1)?;
+//! assert_eq!((context.seq_pos_min(3)?, context.seq_pos_max(3)?), (0, 199));
+//!
+//! // Bad input is an error that says what is wrong, and changes nothing.
+//! let error = context.state_seq_set_data(&state[..1000], 3, StateFlags::empty()).unwrap_err();
+//! assert!(matches!(error, Error::Truncated { .. }), "{error}");
+//! assert_eq!(context.seq_pos_max(3)?, 199);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Adopted: the engine has the memory
+//!
+//! Its tensors stay where they are; kvstate is told where each plane begins and how it is laid out, and keeps
+//! the cells. Everything else is as above.
+//!
+//! ```
+//! use kvstate::format::GgmlType;
+//! use kvstate::memory::{KvParams, KvPlanes, LayerParams, SectionParams, TensorParams};
+//! use kvstate::storage::{Plane, PlaneShape};
+//! use kvstate::{Context, ContextParams};
+//!
+//! # fn main() -> kvstate::Result<()> {
+//! const KV_SIZE: u32 = 256;
+//! let tensor = TensorParams { ggml_type: GgmlType::F32, n_embd: 16 };
+//! let params = KvParams {
+//!     v_trans: true,
+//!     ..KvParams::new(KV_SIZE, 1, LayerParams { k: tensor, v: Some(tensor) })
+//! };
+//!
+//! // The engine's tensors: K has a row of 16 floats for each cell, V a row of 256 cells for each channel.
+//! let mut k = vec![0.0_f32; 16 * KV_SIZE as usize];
+//! let mut v = vec![0.0_f32; 16 * KV_SIZE as usize];
+//! // SAFETY: both tensors outlive the context, are as large as the shapes say, and are not touched while a
+//! // call of the context runs.
+//! let planes = unsafe {
+//!     KvPlanes {
+//!         k: vec![Plane::adopt(k.as_mut_ptr().cast(), KV_SIZE, PlaneShape::dense_rows(64))?],
+//!         v: vec![Some(Plane::adopt(v.as_mut_ptr().cast(), KV_SIZE, PlaneShape::dense_channels(16, 4, KV_SIZE))?)],
+//!     }
+//! };
+//! let section = SectionParams::Kv { kv: params, planes: Some(planes) };
+//! let mut context = Context::new(ContextParams::new(1, vec![section]))?;
+//! context.clear(true);
+//! # drop(context);
+//! # let _ = (k, v);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Where things are
+//!
+//! The floors, each of which uses only those before it:
+//!
+//! | floor | what it knows |
+//! |---|---|
+//! | [`error`], [`types`] | one error enum with stable codes; positions, flags, windows, runs |
+//! | [`format`](mod@format) | byte layouts: bounded reading, headers and versions, ggml types |
+//! | [`cells`] | the metadata of cells, slots for a ubatch, placement of a restore |
+//! | [`storage`] | where tensor bytes live; gather and scatter in one batch |
+//! | [`state`] | sinks and sources: count, slice, file, device |
+//! | [`memory`] | sections: which cells a state holds, and how it is written and read |
+//! | [`context`] | the memory of one model, its states, and what an engine needs |
+//! | [`session`] | files |
+//! | [`capi`] | the C ABI |
 
 pub mod capi;
 pub mod cells;
