@@ -1,0 +1,264 @@
+//! A small transformer, an engine that keeps its KV cache in a kvstate context.
+//!
+//! The model has RMS norms, rotary positions, grouped-query attention and a gated feed-forward layer, with random weights,
+//! all in f32; K and V are in the context's planes, as f32 or f16. With a sliding window every other layer has
+//! it, as in llama.cpp's iSWA models: section 0 holds the layers with full attention, section 1 the others.
+//! A token's logits are the same bits whatever cells its sequence lies in and however tokens are batched.
+#![allow(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    reason = "sizes and positions of a small model"
+)]
+
+mod model;
+mod vectors;
+
+use std::fmt;
+
+use kvstate::context::{PendingShift, Shift, UbatchToken};
+use kvstate::format::GgmlType;
+use kvstate::memory::{KvParams, KvPlanes, LayerParams, SectionParams, TensorParams, swa_kv_size};
+use kvstate::storage::{Plane, PlaneShape};
+use kvstate::types::{CellExt, Pos, SeqId, Swa, Token};
+use kvstate::{Context, ContextParams};
+
+use model::{Model, N_EMBD_KV, Random, add, attend, rms_norm, rotate};
+use vectors::Vectors;
+
+const N_LAYER: usize = 4;
+/// Tokens that are decoded at once.
+const N_UBATCH: usize = 16;
+/// Cells of a stream with full attention.
+const KV_SIZE: u32 = 256;
+
+/// Random tokens.
+pub fn tokens(n: usize, seed: u64) -> Vec<Token> {
+    Random::new(seed).tokens(n)
+}
+
+/// The logits of the token after the one decoded. Equal if they are the same bits.
+#[derive(Clone)]
+pub struct Logits(Vec<f32>);
+
+impl Logits {
+    pub fn are_finite(&self) -> bool {
+        self.0.iter().all(|x| x.is_finite())
+    }
+
+    /// The largest difference of a logit.
+    pub fn distance(&self, other: &Self) -> f32 {
+        self.0.iter().zip(&other.0).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+    }
+}
+
+impl PartialEq for Logits {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.iter().map(|x| x.to_bits()).eq(other.0.iter().map(|x| x.to_bits()))
+    }
+}
+
+impl fmt::Debug for Logits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} ..", &self.0[..3])
+    }
+}
+
+/// How the cache is made.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    /// The window of every other layer; [`Swa::NONE`]: all layers have full attention.
+    pub swa: Swa,
+    /// Cells of a stream with a window.
+    pub swa_kv_size: u32,
+    pub v_trans: bool,
+    pub element: GgmlType,
+    pub n_seq_max: u32,
+    pub unified: bool,
+    pub max_masked_cells: Option<u32>,
+}
+
+impl Setup {
+    /// Three sequences in one stream; the window's cells are as many as llama.cpp takes.
+    pub fn new(swa: Swa) -> Self {
+        let n_seq_max = 3;
+        Self {
+            swa,
+            swa_kv_size: swa_kv_size(KV_SIZE, swa.n_swa(), n_seq_max, N_UBATCH as u32, true),
+            v_trans: false,
+            element: GgmlType::F32,
+            n_seq_max,
+            unified: true,
+            max_masked_cells: None,
+        }
+    }
+
+    /// The same with V as it is or transposed, in f32 and in f16.
+    pub fn layouts(self) -> impl Iterator<Item = Self> {
+        [GgmlType::F32, GgmlType::F16]
+            .into_iter()
+            .flat_map(move |element| [false, true].map(|v_trans| Self { v_trans, element, ..self }))
+    }
+
+    /// An engine with an empty cache. All engines have the same weights.
+    pub fn start(self) -> Engine {
+        let sections = if self.swa.is_none() {
+            vec![self.section(KV_SIZE, Swa::NONE, N_LAYER)]
+        } else {
+            vec![
+                self.section(KV_SIZE, Swa::NONE, N_LAYER / 2),
+                self.section(self.swa_kv_size, self.swa, N_LAYER / 2),
+            ]
+        };
+        let keys: Vec<Vec<Vectors>> = sections.iter().map(|section| self.keys(section)).collect();
+        let n_stream = self.n_stream();
+        let shift = move |PendingShift { section, stream, cells, shifts }: PendingShift<'_>| {
+            let n_layer = keys[section].len() / n_stream;
+            for keys in &keys[section][stream * n_layer..][..n_layer] {
+                for (&cell, &shift) in cells.iter().zip(shifts) {
+                    rotate_key(*keys, cell, shift);
+                }
+            }
+            Ok(())
+        };
+        let params = ContextParams {
+            unified: self.unified,
+            shift: Shift::Callback(Box::new(shift)),
+            max_masked_cells: self.max_masked_cells,
+            ..ContextParams::new(self.n_seq_max, sections)
+        };
+        Engine { cache: Context::new(params).unwrap(), model: Model::random(N_LAYER, 1) }
+    }
+
+    fn n_stream(self) -> usize {
+        if self.unified { 1 } else { self.n_seq_max as usize }
+    }
+
+    /// A section over memory of the engine's, as the shift callback has to know where K lies.
+    fn section(self, kv_size: u32, swa: Swa, n_layer: usize) -> SectionParams {
+        let tensor = TensorParams { ggml_type: self.element, n_embd: N_EMBD_KV as u32 };
+        let layer = LayerParams { k: tensor, v: Some(tensor) };
+        let kv = KvParams { swa, v_trans: self.v_trans, ..KvParams::new(kv_size, n_layer, layer) };
+
+        let elem_size = self.element.type_size();
+        let rows = PlaneShape::dense_rows(u64::from(tensor.n_embd * elem_size));
+        let channels = PlaneShape::dense_channels(tensor.n_embd, elem_size, kv_size);
+        let n_plane = self.n_stream() * n_layer;
+        let allocate = |shape| Plane::allocate(&vec![shape; n_plane], kv_size).unwrap();
+        let v = allocate(if self.v_trans { channels } else { rows });
+        let planes = KvPlanes { k: allocate(rows), v: v.into_iter().map(Some).collect() };
+        SectionParams::Kv { kv, planes: Some(planes) }
+    }
+
+    /// The keys of a section, stream-major.
+    fn keys(self, section: &SectionParams) -> Vec<Vectors> {
+        let SectionParams::Kv { planes: Some(planes), .. } = section else { return Vec::new() };
+        planes.k.iter().map(|plane| Vectors::of(plane, self.element)).collect()
+    }
+}
+
+fn rotate_key(keys: Vectors, cell: u32, n_pos: Pos) {
+    let mut key = keys.read(cell);
+    rotate(&mut key, n_pos);
+    keys.write(cell, &key);
+}
+
+/// The model and its cache.
+pub struct Engine {
+    pub cache: Context,
+    model: Model,
+}
+
+impl Engine {
+    /// Decodes tokens of a sequence from position `p0` on; returns the logits after each of them.
+    pub fn decode(&mut self, seq_id: SeqId, p0: Pos, tokens: &[Token]) -> Vec<Logits> {
+        self.rotate_shifted();
+        let ubatches = (p0..).step_by(N_UBATCH).zip(tokens.chunks(N_UBATCH));
+        ubatches.flat_map(|(p0, tokens)| self.decode_ubatch(seq_id, p0, tokens)).collect()
+    }
+
+    fn decode_ubatch(&mut self, seq_id: SeqId, p0: Pos, tokens: &[Token]) -> Vec<Logits> {
+        let seq_ids = [seq_id];
+        let ubatch: Vec<UbatchToken<'_>> = (p0..)
+            .zip(tokens)
+            .map(|(pos, _)| UbatchToken { pos, ext: CellExt::default(), seq_ids: &seq_ids })
+            .collect();
+        let slot = self.cache.prepare(&ubatch).unwrap();
+        self.cache.commit(&slot).unwrap();
+        let visible: Vec<Vec<Vec<u32>>> = (0..self.cache.n_section())
+            .map(|section| ubatch.iter().map(|token| self.visible_cells(section, token)).collect())
+            .collect();
+
+        let mut hidden: Vec<Vec<f32>> = tokens.iter().map(|&token| self.model.embed(token)).collect();
+        for (il, layer) in self.model.layers.iter().enumerate() {
+            let (section, index) = self.home_of_layer(il);
+            let (keys, values) = self.keys_and_values(section, self.stream_of(seq_id), index);
+
+            let cells = slot.cells(section).unwrap();
+            for ((x, token), &cell) in hidden.iter().zip(&ubatch).zip(cells) {
+                let x = rms_norm(x);
+                let mut key = layer.key.times(&x);
+                rotate(&mut key, token.pos);
+                keys.write(cell, &key);
+                values.write(cell, &layer.value.times(&x));
+            }
+            for ((x, token), visible) in hidden.iter_mut().zip(&ubatch).zip(&visible[section]) {
+                let mut query = layer.query.times(&rms_norm(x));
+                rotate(&mut query, token.pos);
+                let keys: Vec<_> = visible.iter().map(|&cell| keys.read(cell)).collect();
+                let values: Vec<_> = visible.iter().map(|&cell| values.read(cell)).collect();
+                let attended = attend(&query, &keys, &values);
+                add(x, &layer.attention_out.times(&attended));
+                let normed = rms_norm(x);
+                add(x, &layer.feed_forward(&normed));
+            }
+        }
+        hidden.iter().map(|x| Logits(self.model.logits(x))).collect()
+    }
+
+    /// The cells that a token attends to, in position order, not in the order in which they lie.
+    fn visible_cells(&self, section: usize, token: &UbatchToken<'_>) -> Vec<u32> {
+        let stream = self.stream_of(token.seq_ids[0]);
+        let n_kv = self.cache.n_kv(section, stream, 256).unwrap();
+        let mut mask = vec![f32::NAN; n_kv as usize];
+        self.cache.mask_row(section, token, &mut mask).unwrap();
+        let mut cells: Vec<u32> =
+            (0..n_kv).zip(mask).filter(|&(_, m)| m == 0.0).map(|(cell, _)| cell).collect();
+        cells.sort_by_key(|&cell| self.cache.cell(section, stream, cell).unwrap().unwrap().0.pos);
+        cells
+    }
+
+    /// Rotates the keys whose positions were changed, as an engine does at its next decode.
+    fn rotate_shifted(&mut self) {
+        for section in 0..self.cache.n_section() {
+            for stream in 0..self.cache.n_stream() as usize {
+                let pending: Vec<_> = self.cache.pending_shifts(section, stream).unwrap().collect();
+                for il in (0..N_LAYER).filter(|&il| self.home_of_layer(il).0 == section) {
+                    let (keys, _) = self.keys_and_values(section, stream, self.home_of_layer(il).1);
+                    for &(cell, shift) in &pending {
+                        rotate_key(keys, cell, shift);
+                    }
+                }
+            }
+        }
+        self.cache.shift_done();
+    }
+
+    /// Section of a layer of the model, and its index there.
+    fn home_of_layer(&self, il: usize) -> (usize, usize) {
+        match self.cache.n_section() {
+            1 => (0, il),
+            _ => (1 - il % 2, il / 2),
+        }
+    }
+
+    fn stream_of(&self, seq_id: SeqId) -> usize {
+        if self.cache.n_stream() == 1 { 0 } else { usize::try_from(seq_id).unwrap() }
+    }
+
+    fn keys_and_values(&self, section: usize, stream: usize, index: usize) -> (Vectors, Vectors) {
+        let element = self.cache.layer(section, index).unwrap().k.ggml_type;
+        let k = self.cache.k(section, stream, index).unwrap();
+        let v = self.cache.v(section, stream, index).unwrap().unwrap();
+        (Vectors::of(k, element), Vectors::of(v, element))
+    }
+}
