@@ -1,11 +1,13 @@
 // The KV cache of a model with sliding-window attention: filled, saved to memory and to a file, brought back.
-//
-//   example [FILE]
+// It takes no arguments, and writes only below a temporary directory of its own.
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "kvstate.h"
@@ -14,9 +16,7 @@ static void check(bool ok) {
     if (!ok) throw std::runtime_error(kvs_last_error());
 }
 
-int main(int argc, char **argv) try {
-    const char *file = argc > 1 ? argv[1] : "example.slot";
-
+int main() try {
     // One layer with full attention, one with a window of 32; K and V of a cell are 64 x f32.
     kvs_kv_layer_params layer = kvs_kv_layer_default_params();
     layer.type_k = layer.type_v = KVS_TYPE_F32;
@@ -76,13 +76,16 @@ int main(int argc, char **argv) try {
     std::printf("state: %zu bytes, checkpoint: %zu bytes\n", state.size(), checkpoint);
 
     // To a slot file, as llama-server writes them, and back.
-    const size_t file_size = kvs_state_seq_save_file(ctx, file, 0, tokens.data(), n_tokens);
+    std::string directory = std::filesystem::temp_directory_path() / "kvstate-example-XXXXXX";
+    if (mkdtemp(directory.data()) == nullptr) throw std::runtime_error("no temporary directory");
+    const std::string file = directory + "/example.slot";
+    const size_t file_size = kvs_state_seq_save_file(ctx, file.c_str(), 0, tokens.data(), n_tokens);
     check(file_size != 0);
     size_t n_loaded = 0;
-    check(kvs_state_seq_load_file(ctx, file, 0, tokens.data(), n_tokens, &n_loaded) == file_size);
+    check(kvs_state_seq_load_file(ctx, file.c_str(), 0, tokens.data(), n_tokens, &n_loaded) == file_size);
     std::printf("file: %zu bytes, %zu tokens, last position %d\n", file_size, n_loaded,
                 kvs_memory_seq_pos_max(kvs_get_memory(ctx), 0));
-    std::remove(file);
+    std::filesystem::remove_all(directory);
 
     // Bytes that are no whole state are refused, and the cache keeps what it held.
     const size_t refused = kvs_state_seq_set_data(ctx, state.data(), state.size() / 2, 0);
