@@ -1,10 +1,11 @@
 //! Replacing a file so that a crash leaves the old one or the new one.
 
 use std::fs::{self, File};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use tempfile::NamedTempFile;
+use tempfile::{NamedTempFile, TempPath};
 
 use crate::error::{Error, Result};
 
@@ -19,10 +20,7 @@ impl Replacement {
     /// Starts to write what will stand at `path`. Readable by the owner alone: a state is a conversation.
     pub fn create(path: &Path) -> Result<Self> {
         let path = resolve(path).map_err(|source| io_error("open", path, source))?;
-        let file = tempfile::Builder::new()
-            .prefix(".kvstate-")
-            .suffix(".tmp")
-            .tempfile_in(directory(&path))
+        let file = create_beside(&path)
             .map_err(|source| io_error("create a temporary file beside", &path, source))?;
         Ok(Self { file, path })
     }
@@ -62,6 +60,20 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
         Ok(metadata) if metadata.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
         _ => Ok(path.to_owned()),
     }
+}
+
+/// Creates a file under a random name. Not `tempfile::Builder`: it asks for the current thread's id, whose block
+/// valgrind then reports as possibly lost in every C program that saves a file.
+fn create_beside(path: &Path) -> io::Result<NamedTempFile> {
+    let random = RandomState::new().build_hasher().finish();
+    // Absolute, so that it is found again if the process changes its directory meanwhile.
+    let temporary = std::path::absolute(directory(path))?.join(format!(".kvstate-{random:016x}.tmp"));
+    let mut options = File::options();
+    options.read(true).write(true).create_new(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    let file = options.open(&temporary)?;
+    Ok(NamedTempFile::from_parts(file, TempPath::try_from_path(temporary)?))
 }
 
 fn directory(path: &Path) -> &Path {
