@@ -1,0 +1,326 @@
+//! States that llama.cpp wrote, and contexts of the geometry that their sidecars describe.
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use kvstate::format::GgmlType;
+use kvstate::memory::{KvParams, LayerParams, LegacyRotation, TensorParams};
+use kvstate::types::{Pos, SeqId, StateFlags, Swa, SwaType, Token};
+use kvstate::{Context, ContextParams};
+use serde::Deserialize;
+
+/// What a sidecar says about a state.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Sidecar {
+    pub arch: String,
+    pub memory: String,
+    n_embd_k_gqa: Vec<u32>,
+    n_embd_v_gqa: Vec<u32>,
+    type_k: String,
+    type_v: String,
+    v_trans: u32,
+    n_ctx: u32,
+    n_ctx_seq: Option<u32>,
+    pub n_seq_max: u32,
+    pub kv_unified: bool,
+    pub seq_id: SeqId,
+    flags: u32,
+    pos_min: Pos,
+    pos_max: Pos,
+    #[serde(default)]
+    pub tokens: Vec<Token>,
+    restore: Restore,
+    pub sections: Vec<Section>,
+    state_seq_version: Option<u32>,
+    n_rot_true: Option<HashMap<String, [u32; 2]>>,
+}
+
+/// What llama.cpp's own `set_data` gave.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Restore {
+    pub set_data: usize,
+    pos_min: Option<Pos>,
+    pos_max: Option<Pos>,
+}
+
+/// A section of the state. A state without cells does not say what its layers are.
+#[derive(Clone, Debug, Deserialize)]
+pub struct Section {
+    pub name: String,
+    pub cell_ext: bool,
+    n_swa: u32,
+    swa_type: u32,
+    /// Cells of each stream.
+    pub cells: Vec<u32>,
+    v_trans: Option<u32>,
+    n_rot_k: Option<u32>,
+    n_rot_v: Option<u32>,
+    /// ggml type and bytes of a row, by layer.
+    k_type_rowbytes: Option<Vec<(i32, u64)>>,
+    v_type_rowbytes: Option<Vec<(i32, u64)>>,
+}
+
+/// One state of an attention or iSWA cache, with its sidecar.
+#[derive(Clone, Debug)]
+pub struct Fixture {
+    root: PathBuf,
+    /// Path of its files below the folder, without extension: the name in messages.
+    pub name: String,
+    pub sidecar: Sidecar,
+}
+
+/// The small part of the fixtures that is kept with the tests.
+pub fn repository_folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures")
+}
+
+/// Every fixture there is: `KVSTATE_FIXTURES`, or the folder `shared/fixtures` beside the crate, or else the
+/// part that is kept with the tests.
+pub fn folder() -> PathBuf {
+    if let Some(path) = std::env::var_os("KVSTATE_FIXTURES") {
+        return path.into();
+    }
+    let shared = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/fixtures");
+    if shared.is_dir() { shared } else { repository_folder() }
+}
+
+/// The attention and iSWA fixtures of [`folder`], sorted by name.
+pub fn fixtures() -> Vec<Fixture> {
+    fixtures_in(&folder())
+}
+
+/// The attention and iSWA fixtures below `root`, sorted by name.
+pub fn fixtures_in(root: &Path) -> Vec<Fixture> {
+    let mut found = Vec::new();
+    for sub in ["", "v2/", "v3/", "v4_twins/"] {
+        let dir = root.join(sub);
+        let entries = fs::read_dir(&dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display()));
+        for path in entries.map(|entry| entry.unwrap().path()) {
+            if path.extension().is_some_and(|ext| ext == "json") {
+                found.extend(Fixture::open(root, sub, &path));
+            }
+        }
+    }
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    assert!(!found.is_empty(), "no fixtures in {}", root.display());
+    found
+}
+
+/// Files of whole contexts below [`folder`]: each with the fixture of the same context whose sidecar holds its
+/// geometry. `suffix` tells the kind: `_whole.ctx` or `_session.bin`.
+pub fn whole_contexts(suffix: &str) -> Vec<(PathBuf, Fixture)> {
+    let root = folder();
+    let all = fixtures();
+    let mut found = Vec::new();
+    for sub in ["", "v2", "v3", "v4_twins"] {
+        for path in fs::read_dir(root.join(sub)).unwrap().map(|entry| entry.unwrap().path()) {
+            let file = path.file_name().unwrap().to_str().unwrap();
+            let Some(prefix) = file.strip_suffix(suffix) else { continue };
+            let prefix = if sub.is_empty() { format!("{prefix}_") } else { format!("{sub}/{prefix}_") };
+            let sibling = all.iter().find(|f| f.name.starts_with(&prefix) && f.name.ends_with("_none"));
+            let sibling = sibling.unwrap_or_else(|| panic!("{file} has no sidecar")).clone();
+            found.push((path, sibling));
+        }
+    }
+    found.sort_by(|a, b| a.0.cmp(&b.0));
+    found
+}
+
+impl Fixture {
+    fn open(root: &Path, sub: &str, json: &Path) -> Option<Self> {
+        let name = format!("{sub}{}", json.file_stem()?.to_str()?);
+        let text = fs::read(json).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        let memory = value["memory"].as_str().unwrap_or_default();
+        if !["llama_kv_cache", "llama_kv_cache_iswa"].contains(&memory) {
+            return None;
+        }
+        let sidecar = serde_json::from_value(value).unwrap_or_else(|e| panic!("{name}.json: {e}"));
+        Some(Self { root: root.to_owned(), name, sidecar })
+    }
+
+    /// The fixture's file with this extension, if it is there.
+    pub fn path(&self, extension: &str) -> Option<PathBuf> {
+        Some(self.root.join(format!("{}.{extension}", self.name))).filter(|path| path.exists())
+    }
+
+    /// The blob, if it is there.
+    pub fn blob(&self) -> Option<Vec<u8>> {
+        self.path("bin").map(|path| fs::read(path).unwrap())
+    }
+
+    /// Version of the sequence layout: 2, 3 or 4.
+    pub fn version(&self) -> u32 {
+        self.sidecar.state_seq_version.unwrap_or(4)
+    }
+
+    pub fn flags(&self) -> StateFlags {
+        StateFlags::from_bits(self.sidecar.flags).unwrap()
+    }
+
+    pub fn is_partial(&self) -> bool {
+        self.flags().contains(StateFlags::PARTIAL_ONLY)
+    }
+
+    pub fn is_iswa(&self) -> bool {
+        self.sidecar.memory == "llama_kv_cache_iswa"
+    }
+
+    /// Full attention in a partial state: only older builds of llama.cpp wrote it.
+    pub fn is_legacy_partial(&self) -> bool {
+        self.is_partial() && !self.is_iswa()
+    }
+
+    /// Smallest and largest position after a restore.
+    pub fn restored_positions(&self) -> (Pos, Pos) {
+        let s = &self.sidecar;
+        (s.restore.pos_min.unwrap_or(s.pos_min), s.restore.pos_max.unwrap_or(s.pos_max))
+    }
+
+    /// What llama.cpp's own `set_data` returned.
+    pub fn set_data_return(&self) -> usize {
+        self.sidecar.restore.set_data
+    }
+
+    /// Cells that a stream must have for this state.
+    pub fn n_cells(&self) -> u32 {
+        self.sidecar.sections.iter().flat_map(|section| &section.cells).copied().max().unwrap_or(0)
+    }
+
+    /// Cells of a stream in the context that wrote the state.
+    pub fn kv_size(&self) -> u32 {
+        let s = &self.sidecar;
+        s.n_ctx_seq.unwrap_or(if s.kv_unified { s.n_ctx } else { s.n_ctx / s.n_seq_max })
+    }
+
+    /// The sections of the cache that the state is of, with streams of `kv_size` cells.
+    pub fn sections(&self, kv_size: u32) -> Vec<KvParams> {
+        let mut sections: Vec<_> =
+            self.sidecar.sections.iter().map(|section| self.section(section, kv_size)).collect();
+        // A partial state has nothing of the full-attention half.
+        if self.is_iswa() && sections.len() == 1 {
+            let mut base = sections[0].clone();
+            base.swa = Swa::NONE;
+            sections.insert(0, base);
+        }
+        sections
+    }
+
+    /// A section as the sidecar describes it.
+    pub fn section(&self, section: &Section, kv_size: u32) -> KvParams {
+        let s = &self.sidecar;
+        let mut kv = KvParams::new(kv_size, 0, self.layers(section)[0]);
+        kv.layers = self.layers(section);
+        kv.swa = Swa::new(SwaType::from_u32(section.swa_type).unwrap(), section.n_swa).unwrap();
+        kv.v_trans = section.v_trans.unwrap_or(s.v_trans) != 0;
+        kv.cell_ext = section.cell_ext;
+        [kv.n_rot_k, kv.n_rot_v] = match &s.n_rot_true {
+            Some(by_name) => by_name[&section.name],
+            None => [section.n_rot_k.unwrap_or(0), section.n_rot_v.unwrap_or(0)],
+        };
+        kv
+    }
+
+    fn layers(&self, section: &Section) -> Vec<LayerParams> {
+        let s = &self.sidecar;
+        let Some(k) = &section.k_type_rowbytes else {
+            let tensor = |type_name: &str, n_embd: u32| TensorParams {
+                ggml_type: GgmlType::KV.into_iter().find(|t| t.name() == type_name).unwrap(),
+                n_embd,
+            };
+            let layers = s.n_embd_k_gqa.iter().zip(&s.n_embd_v_gqa);
+            return layers
+                .map(|(&k, &v)| LayerParams { k: tensor(&s.type_k, k), v: Some(tensor(&s.type_v, v)) })
+                .collect();
+        };
+        let tensor = |&(number, row_size): &(i32, u64)| {
+            let ggml_type = GgmlType::from_i32(number).unwrap();
+            let n_block = u32::try_from(row_size).unwrap() / ggml_type.type_size();
+            TensorParams { ggml_type, n_embd: n_block * ggml_type.block_size() }
+        };
+        let v = |layer: usize| section.v_type_rowbytes.as_ref().map(|v| tensor(&v[layer]));
+        k.iter().enumerate().map(|(layer, k)| LayerParams { k: tensor(k), v: v(layer) }).collect()
+    }
+
+    /// Whether the rotation of an old file must be stated: K or V is quantised.
+    pub fn must_state_rotation(&self) -> bool {
+        let quantized = |tensor: TensorParams| tensor.ggml_type.is_quantized();
+        let layer = |layer: &LayerParams| quantized(layer.k) || layer.v.is_some_and(quantized);
+        self.version() < 4 && self.sections(1).iter().any(|kv| kv.layers.iter().any(layer))
+    }
+
+    /// What is true of the rotation of an old file, where it must be stated.
+    pub fn rotation(&self) -> Option<LegacyRotation> {
+        let rotated = self.sections(1).iter().any(|kv| kv.n_rot_k != 0 || kv.n_rot_v != 0);
+        let truth = if rotated { LegacyRotation::Rotated } else { LegacyRotation::Plain };
+        self.must_state_rotation().then_some(truth)
+    }
+
+    /// A context like the one that wrote the state.
+    pub fn params(&self) -> ContextParams {
+        self.params_with(self.sidecar.n_seq_max, self.sidecar.kv_unified, self.kv_size())
+    }
+
+    /// A context of the state's sections with other sequences and sizes.
+    pub fn params_with(&self, n_seq_max: u32, unified: bool, kv_size: u32) -> ContextParams {
+        let sections = self.sections(kv_size).into_iter().map(Into::into).collect();
+        let mut params = ContextParams::new(n_seq_max, sections);
+        params.unified = unified;
+        params.arch.clone_from(&self.sidecar.arch);
+        params.legacy_rotation = self.rotation();
+        params
+    }
+
+    /// An empty context like the one that wrote the state.
+    pub fn context(&self) -> Context {
+        Context::new(self.params()).unwrap_or_else(|e| panic!("{}: {e}", self.name))
+    }
+
+    /// b11434's version of the file at `path` of an older build: in `v4_twins`, or in the main folder.
+    pub fn twin_of(&self, path: &Path) -> Option<PathBuf> {
+        let file = path.file_name().unwrap();
+        [self.root.join("v4_twins").join(file), self.root.join(file)].into_iter().find(|twin| twin.exists())
+    }
+}
+
+/// The state of a sequence; its size is the one that was announced.
+pub fn seq_state(ctx: &mut Context, seq_id: SeqId, flags: StateFlags) -> Vec<u8> {
+    let size = usize::try_from(ctx.state_seq_get_size(seq_id, flags).unwrap()).unwrap();
+    let mut blob = vec![0; size];
+    assert_eq!(ctx.state_seq_get_data(&mut blob, seq_id, flags).unwrap(), size);
+    blob
+}
+
+/// The state of the whole context; its size is the one that was announced.
+pub fn whole_state(ctx: &mut Context) -> Vec<u8> {
+    let size = usize::try_from(ctx.state_get_size().unwrap()).unwrap();
+    let mut state = vec![0; size];
+    assert_eq!(ctx.state_get_data(&mut state).unwrap(), size);
+    state
+}
+
+/// First and last position of a sequence.
+pub fn positions(ctx: &Context, seq_id: SeqId) -> (Pos, Pos) {
+    (ctx.seq_pos_min(seq_id).unwrap(), ctx.seq_pos_max(seq_id).unwrap())
+}
+
+/// A file of `version` whose token list and state are these.
+pub fn file_bytes(magic: u32, version: u32, tokens: &[Token], state: &[u8]) -> Vec<u8> {
+    let n_tokens = u32::try_from(tokens.len()).unwrap();
+    let mut bytes: Vec<u8> = [magic, version, n_tokens].iter().flat_map(|word| word.to_le_bytes()).collect();
+    bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+    bytes.extend(state);
+    bytes
+}
+
+/// Panics with the place of the first difference, not with the bytes.
+#[track_caller]
+pub fn assert_same_bytes(got: &[u8], want: &[u8], what: &str) {
+    if got == want {
+        return;
+    }
+    let at = got.iter().zip(want).position(|(a, b)| a != b).unwrap_or(got.len().min(want.len()));
+    panic!("{what}: {} bytes instead of {}, the first that differs is at {at}", got.len(), want.len());
+}
