@@ -225,9 +225,18 @@ impl Model {
                 _ => break,
             }
         }
-        let free = (0..after.cells.len()).filter(|&i| after.can_use(i, swa)).count();
-        let short = (kept.len() as u64, free as u64);
-        after.find_slot(kept.len(), swa).map(|cells| (kept, cells)).ok_or(short)
+        let n_usable = (0..after.cells.len()).filter(|&i| after.can_use(i, swa)).count();
+        if kept.len() > n_usable {
+            return Err((kept.len() as u64, n_usable as u64));
+        }
+        // The empty cells, then the masked ones of others, each in the order of a search for so many.
+        let start = if after.head > after.n_used() + 2 * kept.len() { 0 } else { after.head };
+        let order = (start..after.cells.len()).chain(0..start);
+        let (empty, mut masked): (Vec<usize>, Vec<usize>) =
+            order.filter(|&i| after.can_use(i, swa)).partition(|&i| after.cells[i].is_none());
+        masked.truncate(kept.len() - empty.len());
+        let cells = empty.into_iter().chain(masked).map(|i| u32::try_from(i).unwrap()).collect();
+        Ok((kept, cells))
     }
 }
 

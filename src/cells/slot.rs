@@ -143,8 +143,12 @@ impl Cells {
             .filter(|(_, meta)| dropped_to.is_none_or(|pos| meta.pos > pos))
             .map(|(i, _)| i)
             .collect();
-        let enough = kept.len() <= search.n_free();
-        let cells = search.take(kept.len(), if enough { Swa::NONE } else { swa });
+        let mut cells = search.take(kept.len(), Swa::NONE);
+        if cells.len() < kept.len() {
+            let n_missing = kept.len() - cells.len();
+            let usable = search.take(self.size as usize, swa);
+            cells.extend(usable.into_iter().filter(|&cell| search.used.contains(cell)).take(n_missing));
+        }
         if cells.len() < kept.len() {
             return Err(Shortage { need: kept.len() as u64, free: cells.len() as u64 });
         }
