@@ -56,7 +56,12 @@ impl KvCache {
         };
         let first_unmasked = self.geometry.swa.first_unmasked(pos_max);
         let n_masked = entries.partition_point(|&(pos, _)| i64::from(pos) < first_unmasked);
-        sorted_cells(&entries[n_masked.saturating_sub(keep_masked as usize)..])
+        let mut start = n_masked.saturating_sub(keep_masked as usize);
+        // The patches of an image share a position: it is kept as a whole or not at all.
+        while start > 0 && start < n_masked && entries[start].0 == entries[start - 1].0 {
+            start += 1;
+        }
+        sorted_cells(&entries[start..])
     }
 
     /// Writes the section.
