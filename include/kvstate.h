@@ -279,7 +279,8 @@ typedef struct kvs_cell {
     uint64_t seqs[4];
 } kvs_cell;
 
-// Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library.
+// Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library;
+// must not call the library.
 typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_data);
 
 // Done.
@@ -355,7 +356,8 @@ extern "C" {
 #endif // __cplusplus
 
 // The reason of the calling thread's last failure: names the field and both values. Empty if none failed.
-// Valid until the thread's next failing call.
+// Valid until the thread's next failing call, which gives another address: so a caller sees whether a call
+// without a return value failed.
 const char *kvs_last_error(void);
 
 // The status of the calling thread's last failure, for calls that return 0 or false: KVS_STATUS_OK if none
@@ -581,8 +583,10 @@ kvs_status kvs_shift_get(const struct kvs_context *ctx,
 // The engine has rotated K of everything that kvs_shift_get lists, in all streams and sections.
 kvs_status kvs_shift_done(struct kvs_context *ctx);
 
-// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process.
-kvs_status kvs_log_set(kvs_log_callback callback, void *user_data);
+// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process. When it returns,
+// no thread is inside the earlier callback.
+kvs_status kvs_log_set(kvs_log_callback callback,
+                       void *user_data);
 
 #ifdef __cplusplus
 }  // extern "C"
