@@ -403,7 +403,7 @@ uint64_t kvs_row_size(int32_t ggml_type, uint32_t n);
 // Version of the library: major * 10000 + minor * 100 + patch.
 uint32_t kvs_version(void);
 
-// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does.
+// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does. NULL: failed. Const.
 kvs_memory_t kvs_get_memory(const struct kvs_context *ctx);
 
 // Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive.
