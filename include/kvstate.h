@@ -23,10 +23,8 @@
 // set_data returns the bytes it consumed. A state is untrusted input: whatever is wrong with it, the call
 // fails with a reason and the context keeps what it held, byte for byte.
 
-
 #ifndef KVSTATE_H
 #define KVSTATE_H
-
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -214,11 +212,17 @@ typedef struct kvs_context_params {
     uint32_t max_masked_cells;
 } kvs_context_params;
 
+// The memory of a context; lives as long as the context does.
+typedef struct kvs_memory *kvs_memory_t;
+
 // Sequence id, below n_seq_max.
 typedef int32_t kvs_seq_id;
 
 // Token id.
 typedef int32_t kvs_token;
+
+// What a sequence state holds and where: KVS_STATE_SEQ_FLAGS_*, combined.
+typedef uint32_t kvs_state_seq_flags;
 
 // A ubatch, with the arrays of llama_batch. Fill with kvs_ubatch_init first.
 typedef struct kvs_ubatch {
@@ -275,28 +279,9 @@ typedef struct kvs_cell {
     uint64_t seqs[4];
 } kvs_cell;
 
-// Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library.
+// Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library;
+// must not call the library.
 typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_data);
-
-// The memory of a context; lives as long as the context does.
-typedef struct kvs_memory *kvs_memory_t;
-
-// What a sequence state holds and where: KVS_STATE_SEQ_FLAGS_*, combined.
-typedef uint32_t kvs_state_seq_flags;
-
-// The whole state of the sequence.
-#define KVS_STATE_SEQ_FLAGS_NONE 0
-
-// The older name of KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY.
-#define KVS_STATE_SEQ_FLAGS_SWA_ONLY 1
-
-// Only what kvs_memory_seq_rm cannot roll back: the cells of SWA sections that the window still shows. Of a
-// full-attention cache that is nothing: 8 bytes.
-#define KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY 1
-
-// The tensors stay in memory of the context, the blob holds metadata only. A sequence has one such state: a
-// new one replaces it. The state survives kvs_memory_clear.
-#define KVS_STATE_SEQ_FLAGS_ON_DEVICE 2
 
 // Done.
 #define KVS_STATUS_OK 0
@@ -352,242 +337,27 @@ typedef uint32_t kvs_state_seq_flags;
 // A bug in kvstate was caught at the boundary.
 #define KVS_STATUS_INTERNAL 17
 
+// The whole state of the sequence.
+#define KVS_STATE_SEQ_FLAGS_NONE 0
+
+// The older name of KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY.
+#define KVS_STATE_SEQ_FLAGS_SWA_ONLY 1
+
+// Only what kvs_memory_seq_rm cannot roll back: the cells of SWA sections that the window still shows. Of a
+// full-attention cache that is nothing: 8 bytes.
+#define KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY 1
+
+// The tensors stay in memory of the context, the blob holds metadata only. A sequence has one such state: a
+// new one replaces it. The state survives kvs_memory_clear.
+#define KVS_STATE_SEQ_FLAGS_ON_DEVICE 2
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
 
-// Fills the struct of struct_size bytes at params with defaults.
-kvs_status kvs_kv_layer_params_init(struct kvs_kv_layer_params *params, size_t struct_size);
-
-// Fills the struct of struct_size bytes at params with defaults.
-kvs_status kvs_kv_params_init(struct kvs_kv_params *params, size_t struct_size);
-
-// Fills the struct of struct_size bytes at params with defaults.
-kvs_status kvs_section_params_init(struct kvs_section_params *params, size_t struct_size);
-
-// Fills the struct of struct_size bytes at params with defaults.
-kvs_status kvs_context_params_init(struct kvs_context_params *params, size_t struct_size);
-
-// Creates a context; params and everything it points to (but not adopted memory) may go afterwards. *ctx_out
-// is written only on success. Free it with kvs_context_free.
-kvs_status kvs_context_new(const struct kvs_context_params *params, struct kvs_context **ctx_out);
-
-// Frees a context and what it owns; adopted memory is the caller's. NULL is fine.
-void kvs_context_free(struct kvs_context *ctx);
-
-// Number of streams: 1, or one per sequence. Sequence s is in stream 0, or in stream s. 0: failed. Const.
-uint32_t kvs_n_stream(const struct kvs_context *ctx);
-
-// States what files older than version 4 leave open: KVS_LEGACY_ROTATION_*.
-kvs_status kvs_set_legacy_rotation(struct kvs_context *ctx, uint32_t rotation);
-
-// Cells of an SWA section as llama.cpp sizes it: the windows of the sequences of one stream and a ubatch, at
-// most kv_size, padded to 256.
-uint32_t kvs_swa_kv_size(uint32_t kv_size,
-                         uint32_t n_swa,
-                         uint32_t n_seq_max,
-                         uint32_t n_ubatch,
-                         bool unified);
-
-// Bytes of n elements of a ggml type; 0: no such type, or no whole number of its blocks.
-uint64_t kvs_row_size(int32_t ggml_type, uint32_t n);
-
-// Version of the library: major * 10000 + minor * 100 + patch.
-uint32_t kvs_version(void);
-
-// Fills the struct of struct_size bytes at ubatch with defaults.
-kvs_status kvs_ubatch_init(struct kvs_ubatch *ubatch, size_t struct_size);
-
-// Finds a cell for each token of a ubatch in every section, as llama.cpp would. The cache does not change:
-// commit the slot or leave it, then free it with kvs_slot_free. *slot_out is written only on success;
-// KVS_STATUS_NO_SPACE if there are too few cells. Const.
-kvs_status kvs_slot_prepare(const struct kvs_context *ctx,
-                            const struct kvs_ubatch *ubatch,
-                            struct kvs_slot **slot_out);
-
-// The cell of each token in a section, in the order of the ubatch; n is the number of tokens. Const.
-kvs_status kvs_slot_cells(const struct kvs_slot *slot, uint32_t section, uint32_t *cells, size_t n);
-
-// Gives the cells of slot to its tokens: call it before K and V of the ubatch are written into the cells.
-// KVS_STATUS_STALE if the cache has changed since kvs_slot_prepare; nothing changes then.
-kvs_status kvs_slot_commit(struct kvs_context *ctx, const struct kvs_slot *slot);
-
-// Frees a slot, committed or not. NULL is fine.
-void kvs_slot_free(struct kvs_slot *slot);
-
-// Cells that attention has to look at in a stream of a section: up to the last used one, padded to a multiple
-// of n_pad (llama.cpp: 256), at most kv_size. Const.
-kvs_status kvs_n_kv(const struct kvs_context *ctx,
-                    uint32_t section,
-                    uint32_t stream,
-                    uint32_t n_pad,
-                    uint32_t *n_kv_out);
-
-// The mask row of token i of a ubatch against the first n_kv cells of its stream in a section: 0 where the
-// token attends, -INFINITY where it does not. Causal, with the section's window. Const.
-kvs_status kvs_mask_row(const struct kvs_context *ctx,
-                        uint32_t section,
-                        const struct kvs_ubatch *ubatch,
-                        uint32_t i,
-                        float *row,
-                        size_t n_kv);
-
-// Where K and V of a layer lie in a stream of a section. v may be NULL. Const.
-kvs_status kvs_kv_plane(const struct kvs_context *ctx,
-                        uint32_t section,
-                        uint32_t stream,
-                        uint32_t layer,
-                        struct kvs_plane *k_out,
-                        struct kvs_plane *v_out);
-
-// What is known of a cell. Const.
-kvs_status kvs_cell_get(const struct kvs_context *ctx,
-                        uint32_t section,
-                        uint32_t stream,
-                        uint32_t cell,
-                        struct kvs_cell *cell_out);
-
-// The cells of a stream of a section whose K has to be rotated, and by how many positions each. *n_out is
-// their number; with too small a capacity nothing else is written (KVS_STATUS_BUFFER_TOO_SMALL), so ask with
-// capacity 0 first. Const.
-kvs_status kvs_shift_get(const struct kvs_context *ctx,
-                         uint32_t section,
-                         uint32_t stream,
-                         uint32_t *cells,
-                         kvs_pos *shifts,
-                         size_t capacity,
-                         size_t *n_out);
-
-// The engine has rotated K of everything that kvs_shift_get lists, in all streams and sections.
-kvs_status kvs_shift_done(struct kvs_context *ctx);
-
-// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process.
-kvs_status kvs_log_set(kvs_log_callback callback, void *user_data);
-
-// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does.
-kvs_memory_t kvs_get_memory(const struct kvs_context *ctx);
-
-// Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive.
-void kvs_memory_clear(kvs_memory_t mem, bool data);
-
-// Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the
-// end. False if a section cannot remove just that range (attention always can), or seq_id is out of range.
-bool kvs_memory_seq_rm(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1);
-
-// Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well. Between streams the sequence is copied at
-// once, cells and data, and replaces seq_id_dst; the range must hold all of it. On failure nothing changes
-// and kvs_last_error says why.
-void kvs_memory_seq_cp(kvs_memory_t mem,
-                       kvs_seq_id seq_id_src,
-                       kvs_seq_id seq_id_dst,
-                       kvs_pos p0,
-                       kvs_pos p1);
-
-// Removes all other sequences from the stream of seq_id (other streams keep theirs, as in llama.cpp).
-void kvs_memory_seq_keep(kvs_memory_t mem, kvs_seq_id seq_id);
-
-// Adds delta to the positions [p0, p1) of a sequence; K is rotated later, see shift in kvs_context_params.
-// Refused (nothing changes, kvs_last_error says why) where kvs_memory_can_shift is false.
-void kvs_memory_seq_add(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, kvs_pos delta);
-
-// Divides the positions [p0, p1) of a sequence by d >= 1; as kvs_memory_seq_add otherwise.
-void kvs_memory_seq_div(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, int32_t d);
-
-// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
-kvs_pos kvs_memory_seq_pos_min(kvs_memory_t mem, kvs_seq_id seq_id);
-
-// Largest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
-kvs_pos kvs_memory_seq_pos_max(kvs_memory_t mem, kvs_seq_id seq_id);
-
-// Whether positions can be shifted: somebody rotates K, and all sections have the same size. Const.
-bool kvs_memory_can_shift(kvs_memory_t mem);
-
-// Bytes of the state of the whole context. Const.
-size_t kvs_state_get_size(struct kvs_context *ctx);
-
-// Writes the state of the whole context to dst, which has size bytes; returns the bytes written. 0: failed,
-// dst is untouched.
-size_t kvs_state_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size);
-
-// Replaces all sequences by the state in src; returns the bytes consumed. 0: failed, nothing has changed.
-size_t kvs_state_set_data(struct kvs_context *ctx, const uint8_t *src, size_t size);
-
-// Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
-// n_token_capacity of them. False: failed, nothing has changed and nothing was written.
-bool kvs_state_load_file(struct kvs_context *ctx,
-                         const char *path_session,
-                         kvs_token *tokens_out,
-                         size_t n_token_capacity,
-                         size_t *n_token_count_out);
-
-// Writes the whole context and a token list to a file (version 11): beside it, synced, then renamed over it.
-// False: failed, a file that was there is untouched.
-bool kvs_state_save_file(struct kvs_context *ctx,
-                         const char *path_session,
-                         const kvs_token *tokens,
-                         size_t n_token_count);
-
-// kvs_state_seq_get_size_ext with KVS_STATE_SEQ_FLAGS_NONE. Const.
-size_t kvs_state_seq_get_size(struct kvs_context *ctx, kvs_seq_id seq_id);
-
-// kvs_state_seq_get_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
-size_t kvs_state_seq_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size, kvs_seq_id seq_id);
-
-// kvs_state_seq_set_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
-size_t kvs_state_seq_set_data(struct kvs_context *ctx,
-                              const uint8_t *src,
-                              size_t size,
-                              kvs_seq_id dest_seq_id);
-
-// Writes a sequence and a token list to a file (version 4): beside it, synced, then renamed over it. Returns
-// the size of the file. 0: failed, a file that was there is untouched.
-size_t kvs_state_seq_save_file(struct kvs_context *ctx,
-                               const char *filepath,
-                               kvs_seq_id seq_id,
-                               const kvs_token *tokens,
-                               size_t n_token_count);
-
-// Replaces sequence dest_seq_id by the one in a sequence file (versions 2 to 4) and gives its tokens. Returns
-// the offset behind the state, where appendices begin. 0: failed, nothing has changed and nothing was
-// written. With tokens_out NULL only the token count is reported, checked against the size of the file, and no
-// state is loaded.
-size_t kvs_state_seq_load_file(struct kvs_context *ctx,
-                               const char *filepath,
-                               kvs_seq_id dest_seq_id,
-                               kvs_token *tokens_out,
-                               size_t n_token_capacity,
-                               size_t *n_token_count_out);
-
-// Bytes of a sequence's state with these flags: exactly what kvs_state_seq_get_data_ext writes. Const.
-size_t kvs_state_seq_get_size_ext(struct kvs_context *ctx, kvs_seq_id seq_id, kvs_state_seq_flags flags);
-
-// Writes a sequence's state to dst, which has size bytes; returns the bytes written. 0: failed; dst is
-// untouched if it is too small. Pending shifts are applied first.
-size_t kvs_state_seq_get_data_ext(struct kvs_context *ctx,
-                                  uint8_t *dst,
-                                  size_t size,
-                                  kvs_seq_id seq_id,
-                                  kvs_state_seq_flags flags);
-
-// Replaces sequence dest_seq_id by the state in src, in every section that the state holds; returns the bytes
-// consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
-// kvs_state_seq_get_data_ext.
-size_t kvs_state_seq_set_data_ext(struct kvs_context *ctx,
-                                  const uint8_t *src,
-                                  size_t size,
-                                  kvs_seq_id dest_seq_id,
-                                  kvs_state_seq_flags flags);
-
 // The reason of the calling thread's last failure: names the field and both values. Empty if none failed.
-// Valid until the thread's next failing call.
-const char *kvs_last_error(void);
-
-// The status of the calling thread's last failure, for calls that return 0 or false: KVS_STATUS_OK if none
-// failed.
-kvs_status kvs_last_status(void);
-
-// The reason of the calling thread's last failure: names the field and both values. Empty if none failed.
-// Valid until the thread's next failing call.
+// Valid until the thread's next failing call, which gives another address: so a caller sees whether a call
+// without a return value failed.
 const char *kvs_last_error(void);
 
 // The status of the calling thread's last failure, for calls that return 0 or false: KVS_STATUS_OK if none
@@ -633,7 +403,7 @@ uint64_t kvs_row_size(int32_t ggml_type, uint32_t n);
 // Version of the library: major * 10000 + minor * 100 + patch.
 uint32_t kvs_version(void);
 
-// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does.
+// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does. NULL: failed. Const.
 kvs_memory_t kvs_get_memory(const struct kvs_context *ctx);
 
 // Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive.
@@ -813,48 +583,48 @@ kvs_status kvs_shift_get(const struct kvs_context *ctx,
 // The engine has rotated K of everything that kvs_shift_get lists, in all streams and sections.
 kvs_status kvs_shift_done(struct kvs_context *ctx);
 
-// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process.
-kvs_status kvs_log_set(kvs_log_callback callback, void *user_data);
+// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process. When it returns,
+// no thread is inside the earlier callback.
+kvs_status kvs_log_set(kvs_log_callback callback,
+                       void *user_data);
 
 #ifdef __cplusplus
 }  // extern "C"
 #endif  // __cplusplus
 
-#endif  /* KVSTATE_H */
-
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/// Defaults as a value, for initialisers.
+// Defaults as a value, for initialisers.
 static inline kvs_kv_layer_params kvs_kv_layer_default_params(void) {
     kvs_kv_layer_params params;
     kvs_kv_layer_params_init(&params, sizeof params);
     return params;
 }
 
-/// Defaults as a value, for initialisers.
+// Defaults as a value, for initialisers.
 static inline kvs_kv_params kvs_kv_default_params(void) {
     kvs_kv_params params;
     kvs_kv_params_init(&params, sizeof params);
     return params;
 }
 
-/// Defaults as a value, for initialisers.
+// Defaults as a value, for initialisers.
 static inline kvs_section_params kvs_section_default_params(void) {
     kvs_section_params params;
     kvs_section_params_init(&params, sizeof params);
     return params;
 }
 
-/// Defaults as a value, for initialisers.
+// Defaults as a value, for initialisers.
 static inline kvs_context_params kvs_context_default_params(void) {
     kvs_context_params params;
     kvs_context_params_init(&params, sizeof params);
     return params;
 }
 
-/// Defaults as a value, for initialisers.
+// Defaults as a value, for initialisers.
 static inline kvs_ubatch kvs_ubatch_default(void) {
     kvs_ubatch ubatch;
     kvs_ubatch_init(&ubatch, sizeof ubatch);
@@ -864,3 +634,5 @@ static inline kvs_ubatch kvs_ubatch_default(void) {
 #ifdef __cplusplus
 }
 #endif
+
+#endif // KVSTATE_H

@@ -445,6 +445,10 @@ unsafe fn section_params(i: usize, section: &kvs_section_params, n_stream: u32) 
         let reason = format!("{} is no KVS_SECTION_*", section.kind);
         return Err(Error::arg(format!("sections[{i}].kind"), reason));
     }
+    if section.reserved != 0 {
+        let reason = format!("{}, only 0 has a meaning", section.reserved);
+        return Err(Error::arg(format!("sections[{i}].reserved"), reason));
+    }
     // SAFETY: the header demands a valid struct and array.
     let (params, layers) = unsafe {
         let params = params::read(section.kv)?;

@@ -200,7 +200,7 @@ pub unsafe extern "C" fn kvs_mask_row(
 ) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
-        let ubatch = params::read(ubatch)?;
+        let ubatch = read(ubatch)?;
         if i >= ubatch.n_tokens {
             return Err(Error::arg("i", format!("{i}, the ubatch has {} tokens", ubatch.n_tokens)));
         }
@@ -283,15 +283,16 @@ pub unsafe extern "C" fn kvs_shift_get(
         let pending: Vec<(u32, kvs_pos)> = with_context(ctx, |context| {
             Ok(context.pending_shifts(section as usize, stream as usize)?.collect())
         })?;
-        *n_out = pending.len();
         if pending.len() > capacity {
+            *n_out = pending.len();
             return Err(Error::BufferTooSmall { need: pending.len() as u64, size: capacity as u64 });
         }
         let cells = array_mut("cells", cells, pending.len())?;
         let shifts = array_mut("shifts", shifts, pending.len())?;
-        for ((cell, shift), pending) in cells.iter_mut().zip(shifts).zip(pending) {
+        for ((cell, shift), &pending) in cells.iter_mut().zip(shifts).zip(&pending) {
             (*cell, *shift) = pending;
         }
+        *n_out = pending.len();
         Ok(())
     })
 }
@@ -322,9 +323,18 @@ fn plane(plane: &Plane, params: TensorParams) -> kvs_plane {
     }
 }
 
-unsafe fn tokens<'a>(ubatch: *const kvs_ubatch) -> Result<Vec<UbatchToken<'a>>> {
+unsafe fn read(ubatch: *const kvs_ubatch) -> Result<kvs_ubatch> {
     // SAFETY: passed on.
     let ubatch = unsafe { params::read(ubatch) }?;
+    match ubatch.reserved {
+        0 => Ok(ubatch),
+        reserved => Err(Error::arg("reserved", format!("{reserved}, only 0 has a meaning"))),
+    }
+}
+
+unsafe fn tokens<'a>(ubatch: *const kvs_ubatch) -> Result<Vec<UbatchToken<'a>>> {
+    // SAFETY: passed on.
+    let ubatch = unsafe { read(ubatch) }?;
     // SAFETY: passed on.
     (0..ubatch.n_tokens as usize).map(|i| unsafe { token(&ubatch, i) }).collect()
 }

@@ -147,3 +147,64 @@ pub(super) unsafe fn path<'a>(name: &str, ptr: *const c_char) -> Result<&'a Path
         text.to_str().map(Path::new).map_err(|_| Error::arg(name, "not UTF-8"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::context::ContextParams;
+    use crate::memory::{KvParams, LayerParams, TensorParams};
+    use crate::types::Swa;
+
+    fn handle() -> *mut kvs_context {
+        let tensor = TensorParams { ggml_type: crate::format::GgmlType::F16, n_embd: 4 };
+        let kv = KvParams {
+            kv_size: 4,
+            layers: vec![LayerParams { k: tensor, v: None }],
+            swa: Swa::NONE,
+            v_trans: false,
+            n_rot_k: 0,
+            n_rot_v: 0,
+            n_embd_head_k: 0,
+            n_embd_head_v: 0,
+            cell_ext: false,
+        };
+        into_handle(Context::new(ContextParams::new(1, vec![kv.into()])).expect("a context"))
+    }
+
+    #[test]
+    fn a_panic_in_a_changing_call_is_caught_and_poisons_the_handle() {
+        let ctx = handle();
+        // SAFETY: a live handle of this thread.
+        unsafe {
+            let failed = with_context_mut(ctx, |_| -> Result<()> { panic!("cells do not add up") });
+            assert_eq!(failed.unwrap_err().to_string(), "internal error: cells do not add up");
+            assert!(matches!(with_context_mut(ctx, |_| Ok(())), Err(Error::Poisoned)));
+            assert!(matches!(with_context(ctx, |_| Ok(())), Err(Error::Poisoned)));
+            free_handle(ctx).expect("free works");
+        }
+    }
+
+    #[test]
+    fn an_error_does_not_poison_the_handle() {
+        let ctx = handle();
+        // SAFETY: a live handle of this thread.
+        unsafe {
+            assert!(with_context_mut(ctx, |context| context.seq_keep(7)).is_err());
+            assert!(with_context_mut(ctx, |context| context.seq_keep(0)).is_ok());
+            free_handle(ctx).expect("free works");
+        }
+    }
+
+    #[test]
+    fn a_handle_of_another_kind_is_refused() {
+        let ctx = handle();
+        // SAFETY: a live handle of this thread; its tag is put back before it is freed.
+        unsafe {
+            (*ctx).tag = 7;
+            assert!(matches!(with_context(ctx, |_| Ok(())), Err(Error::InvalidHandle { name: "ctx" })));
+            assert!(matches!(free_handle(ctx), Err(Error::InvalidHandle { name: "ctx" })));
+            (*ctx).tag = LIVE;
+            free_handle(ctx).expect("free works");
+        }
+    }
+}

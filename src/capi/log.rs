@@ -13,7 +13,8 @@ pub const KVS_LOG_WARN: i32 = 2;
 /// Worth knowing.
 pub const KVS_LOG_INFO: i32 = 3;
 
-/// Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library.
+/// Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library;
+/// must not call the library.
 pub type kvs_log_callback =
     Option<unsafe extern "C" fn(level: i32, text: *const c_char, user_data: *mut c_void)>;
 
@@ -47,18 +48,19 @@ impl log::Log for Forward {
             _ => KVS_LOG_INFO,
         };
         let text = CString::new(record.args().to_string().replace('\0', "\\0")).unwrap_or_default();
-        let target = TARGET.read().ok();
-        let target = target.as_ref().and_then(|target| target.as_ref().map(|t| (t.callback, t.user_data)));
-        if let Some((callback, user_data)) = target {
+        // Held during the call: once kvs_log_set returns, nobody is inside the callback that it replaced.
+        let target = TARGET.read();
+        if let Some(Target { callback, user_data }) = target.as_deref().ok().and_then(Option::as_ref) {
             // SAFETY: kvs_log_set's caller vouches for both until they are replaced.
-            unsafe { callback(level, text.as_ptr(), user_data) };
+            unsafe { callback(level, text.as_ptr(), *user_data) };
         }
     }
 
     fn flush(&self) {}
 }
 
-/// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process.
+/// Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process. When it returns,
+/// no thread is inside the earlier callback.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvs_log_set(callback: kvs_log_callback, user_data: *mut c_void) -> kvs_status {
     status_of(|| {

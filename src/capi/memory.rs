@@ -1,13 +1,16 @@
 //! The memory calls of llama.h.
 
+use std::ptr;
+
 use super::handle::{kvs_context, kvs_memory_t, with_context, with_context_mut};
 use super::status::value_or;
 use super::{kvs_pos, kvs_seq_id};
 
-/// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does.
+/// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does. NULL: failed. Const.
 #[unsafe(no_mangle)]
-pub extern "C" fn kvs_get_memory(ctx: *const kvs_context) -> kvs_memory_t {
-    ctx.cast_mut().cast()
+pub unsafe extern "C" fn kvs_get_memory(ctx: *const kvs_context) -> kvs_memory_t {
+    // SAFETY: the contract of all calls.
+    value_or(ptr::null_mut(), || unsafe { with_context(ctx, |_| Ok(ctx.cast_mut().cast())) })
 }
 
 /// Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive.

@@ -9,6 +9,7 @@
 mod context;
 mod engine;
 mod handle;
+mod ids;
 mod log;
 mod memory;
 mod params;
@@ -18,14 +19,8 @@ mod status;
 pub use self::context::*;
 pub use self::engine::*;
 pub use self::handle::{kvs_context, kvs_memory, kvs_memory_t};
+pub use self::ids::*;
 pub use self::log::*;
 pub use self::memory::*;
 pub use self::state::*;
 pub use self::status::*;
-
-/// Position of a token in its sequence.
-pub type kvs_pos = i32;
-/// Sequence id, below n_seq_max.
-pub type kvs_seq_id = i32;
-/// Token id.
-pub type kvs_token = i32;

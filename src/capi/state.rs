@@ -164,7 +164,7 @@ pub unsafe extern "C" fn kvs_state_seq_load_file(
     value_or(0, || unsafe {
         let path = path("filepath", filepath)?;
         if tokens_out.is_null() {
-            let count = seq_file_token_count(path)?;
+            let count = with_context(ctx, |_| seq_file_token_count(path))?;
             *out("n_token_count_out", n_token_count_out)? = count as usize;
             return Ok(crate::format::FileHeader::LEN);
         }

@@ -57,7 +57,8 @@ thread_local! {
 }
 
 /// The reason of the calling thread's last failure: names the field and both values. Empty if none failed.
-/// Valid until the thread's next failing call.
+/// Valid until the thread's next failing call, which gives another address: so a caller sees whether a call
+/// without a return value failed.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvs_last_error() -> *const c_char {
     LAST_ERROR.with_borrow(|last| last.text.as_ptr())
@@ -75,6 +76,7 @@ fn record(error: &Error) -> kvs_status {
     let status = error.status() as kvs_status;
     let text = error.to_string();
     log::error!("{text}");
+    // Made before the old text is dropped, so that its address is another one, as the header says.
     let text = CString::new(text.replace('\0', "\\0")).unwrap_or_default();
     LAST_ERROR.with_borrow_mut(|last| *last = LastError { status, text });
     status

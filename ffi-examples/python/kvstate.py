@@ -1,0 +1,429 @@
+"""kvstate through ctypes: nothing to install, numpy only if it is there.
+
+The library is the one that KVSTATE_LIB names, or else the newest one under target/.
+
+Calls that fail raise KvsError, which carries the status and the library's own reason. States are bytes; whatever
+supports the buffer protocol (bytes, bytearray, memoryview, numpy arrays) is taken back.
+"""
+
+import ctypes as C
+import os
+import pathlib
+
+try:
+    import numpy
+except ImportError:
+    numpy = None
+
+TYPE_F32, TYPE_F16, TYPE_Q4_0, TYPE_Q8_0, TYPE_BF16 = 0, 1, 2, 8, 30
+SWA_TYPE_NONE, SWA_TYPE_STANDARD, SWA_TYPE_CHUNKED, SWA_TYPE_SYMMETRIC = range(4)
+FLAGS_NONE, FLAGS_PARTIAL_ONLY, FLAGS_ON_DEVICE = 0, 1, 2
+STATUS_BUFFER_TOO_SMALL = 4
+
+
+class KvsError(Exception):
+    """A call failed; status is its KVS_STATUS_*, the text is kvs_last_error()."""
+
+    def __init__(self):
+        self.status = _lib.kvs_last_status()
+        super().__init__(_lib.kvs_last_error().decode(errors="replace"))
+
+
+# Structs, as in kvstate.h
+
+
+class _LayerParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("type_k", C.c_int32),
+        ("type_v", C.c_int32),
+        ("n_embd_k_gqa", C.c_uint32),
+        ("n_embd_v_gqa", C.c_uint32),
+        ("k", C.c_void_p),
+        ("v", C.c_void_p),
+        ("k_cell_stride", C.c_uint64),
+        ("k_stream_stride", C.c_uint64),
+        ("v_cell_stride", C.c_uint64),
+        ("v_channel_stride", C.c_uint64),
+        ("v_stream_stride", C.c_uint64),
+    ]
+
+
+class _KvParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("kv_size", C.c_uint32),
+        ("n_layer", C.c_uint32),
+        ("layers", C.POINTER(_LayerParams)),
+        ("swa_type", C.c_uint32),
+        ("n_swa", C.c_uint32),
+        ("v_trans", C.c_uint32),
+        ("cell_ext", C.c_uint32),
+        ("n_rot_k", C.c_uint32),
+        ("n_rot_v", C.c_uint32),
+        ("n_embd_head_k", C.c_uint32),
+        ("n_embd_head_v", C.c_uint32),
+    ]
+
+
+class _SectionParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("kind", C.c_uint32),
+        ("reserved", C.c_uint32),
+        ("kv", C.POINTER(_KvParams)),
+    ]
+
+
+_ShiftCallback = C.CFUNCTYPE(
+    C.c_int32, C.c_void_p, C.c_uint32, C.c_uint32, C.POINTER(C.c_uint32), C.POINTER(C.c_int32), C.c_size_t
+)
+
+
+class _ContextParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("n_seq_max", C.c_uint32),
+        ("unified", C.c_uint32),
+        ("sections", C.POINTER(_SectionParams)),
+        ("n_section", C.c_uint32),
+        ("legacy_rotation", C.c_uint32),
+        ("arch", C.c_char_p),
+        ("shift", _ShiftCallback),
+        ("shift_user_data", C.c_void_p),
+        ("shift_by_engine", C.c_uint32),
+        ("max_masked_cells", C.c_uint32),
+    ]
+
+
+class _Ubatch(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("n_tokens", C.c_uint32),
+        ("reserved", C.c_uint32),
+        ("pos", C.POINTER(C.c_int32)),
+        ("n_seq_id", C.POINTER(C.c_int32)),
+        ("seq_id", C.POINTER(C.POINTER(C.c_int32))),
+        ("token", C.POINTER(C.c_int32)),
+        ("x", C.POINTER(C.c_int32)),
+        ("y", C.POINTER(C.c_int32)),
+    ]
+
+
+class _Plane(C.Structure):
+    _fields_ = [
+        ("data", C.c_void_p),
+        ("ggml_type", C.c_int32),
+        ("n_embd", C.c_uint32),
+        ("cell_stride", C.c_uint64),
+        ("channel_stride", C.c_uint64),
+    ]
+
+
+# The library
+
+
+def _load():
+    path = os.environ.get("KVSTATE_LIB")
+    if path is None:
+        target = pathlib.Path(__file__).resolve().parents[2] / "target"
+        found = [target / profile / "libkvstate.so" for profile in ("release", "debug")]
+        found = [file for file in found if file.exists()]
+        if not found:
+            raise OSError("no libkvstate.so under target/: cargo build, or set KVSTATE_LIB")
+        path = max(found, key=lambda file: file.stat().st_mtime)
+    lib = C.CDLL(os.fspath(path))
+    ctx, seq, pos, size, u32, i32, path = C.c_void_p, C.c_int32, C.c_int32, C.c_size_t, C.c_uint32, C.c_int32, C.c_char_p
+    i32s, u32s, sizes = C.POINTER(i32), C.POINTER(u32), C.POINTER(size)
+    for name, result, *arguments in [
+        ("kvs_last_error", C.c_char_p),
+        ("kvs_last_status", i32),
+        ("kvs_version", u32),
+        ("kvs_row_size", C.c_uint64, i32, u32),
+        ("kvs_kv_layer_params_init", i32, C.POINTER(_LayerParams), size),
+        ("kvs_kv_params_init", i32, C.POINTER(_KvParams), size),
+        ("kvs_section_params_init", i32, C.POINTER(_SectionParams), size),
+        ("kvs_context_params_init", i32, C.POINTER(_ContextParams), size),
+        ("kvs_ubatch_init", i32, C.POINTER(_Ubatch), size),
+        ("kvs_context_new", i32, C.POINTER(_ContextParams), C.POINTER(ctx)),
+        ("kvs_context_free", None, ctx),
+        ("kvs_n_stream", u32, ctx),
+        ("kvs_slot_prepare", i32, ctx, C.POINTER(_Ubatch), C.POINTER(C.c_void_p)),
+        ("kvs_slot_cells", i32, C.c_void_p, u32, u32s, size),
+        ("kvs_slot_commit", i32, ctx, C.c_void_p),
+        ("kvs_slot_free", None, C.c_void_p),
+        ("kvs_kv_plane", i32, ctx, u32, u32, u32, C.POINTER(_Plane), C.POINTER(_Plane)),
+        ("kvs_get_memory", ctx, ctx),
+        ("kvs_memory_clear", None, ctx, C.c_bool),
+        ("kvs_memory_seq_rm", C.c_bool, ctx, seq, pos, pos),
+        ("kvs_memory_seq_cp", None, ctx, seq, seq, pos, pos),
+        ("kvs_memory_seq_keep", None, ctx, seq),
+        ("kvs_memory_seq_add", None, ctx, seq, pos, pos, pos),
+        ("kvs_memory_seq_div", None, ctx, seq, pos, pos, i32),
+        ("kvs_memory_seq_pos_min", pos, ctx, seq),
+        ("kvs_memory_seq_pos_max", pos, ctx, seq),
+        ("kvs_memory_can_shift", C.c_bool, ctx),
+        ("kvs_state_get_size", size, ctx),
+        ("kvs_state_get_data", size, ctx, C.c_void_p, size),
+        ("kvs_state_set_data", size, ctx, C.c_void_p, size),
+        ("kvs_state_save_file", C.c_bool, ctx, path, i32s, size),
+        ("kvs_state_load_file", C.c_bool, ctx, path, i32s, size, sizes),
+        ("kvs_state_seq_get_size_ext", size, ctx, seq, u32),
+        ("kvs_state_seq_get_data_ext", size, ctx, C.c_void_p, size, seq, u32),
+        ("kvs_state_seq_set_data_ext", size, ctx, C.c_void_p, size, seq, u32),
+        ("kvs_state_seq_save_file", size, ctx, path, seq, i32s, size),
+        ("kvs_state_seq_load_file", size, ctx, path, seq, i32s, size, sizes),
+    ]:
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+_lib = _load()
+_last_error_address = _lib["kvs_last_error"]
+_last_error_address.restype = C.c_void_p
+
+
+def _check(ok):
+    if not ok:
+        raise KvsError
+
+
+def _checked(status):
+    _check(status == 0)
+
+
+def _init(struct, init, **fields):
+    value = struct()
+    _checked(init(C.byref(value), C.sizeof(value)))
+    for name, field in fields.items():
+        setattr(value, name, field)
+    return value
+
+
+def _pointer(buffer):
+    """Address and size of a bytes-like object, and what keeps it alive."""
+    if isinstance(buffer, bytes):
+        return C.cast(buffer, C.c_void_p), len(buffer), buffer
+    view = memoryview(buffer).cast("B")
+    if view.readonly:
+        copy = bytes(view)
+        return C.cast(copy, C.c_void_p), len(copy), copy
+    array = (C.c_uint8 * len(view)).from_buffer(view)
+    return C.cast(array, C.c_void_p), len(view), array
+
+
+def _i32s(values):
+    values = list(values)
+    return (C.c_int32 * len(values))(*values)
+
+
+def row_size(ggml_type, n):
+    """Bytes of n elements of a ggml type; 0: no whole number of its blocks."""
+    return _lib.kvs_row_size(ggml_type, n)
+
+
+class Layer:
+    """K and V of a layer; n_embd_v 0: no V."""
+
+    def __init__(self, n_embd_k, n_embd_v, type_k=TYPE_F16, type_v=TYPE_F16):
+        self.fields = dict(n_embd_k_gqa=n_embd_k, n_embd_v_gqa=n_embd_v, type_k=type_k, type_v=type_v)
+
+
+class Kv:
+    """An attention cache; fields are those of kvs_kv_params (swa_type, n_swa, v_trans, ...)."""
+
+    def __init__(self, kv_size, layers, **fields):
+        self.kv_size, self.layers, self.fields = kv_size, list(layers), fields
+
+
+class Context:
+    """The KV cache of a model's sequences, in memory that kvstate allocates.
+
+    sections: one Kv, or full attention and then SWA; shift(section, stream, cells, shifts), if given, rotates K.
+    """
+
+    def __init__(self, sections, n_seq_max=1, unified=True, arch="", shift=None, **fields):
+        self._ctx = None
+        self.sections = list(sections)
+        structs, alive = (_SectionParams * len(self.sections))(), []
+        for struct, section in zip(structs, self.sections):
+            layers = (_LayerParams * len(section.layers))()
+            for i, layer in enumerate(section.layers):
+                layers[i] = _init(_LayerParams, _lib.kvs_kv_layer_params_init, **layer.fields)
+            kv = _init(_KvParams, _lib.kvs_kv_params_init, kv_size=section.kv_size, layers=layers,
+                       n_layer=len(layers), **section.fields)  # fmt: skip
+            alive += [layers, kv]
+            _checked(_lib.kvs_section_params_init(C.byref(struct), C.sizeof(struct)))
+            struct.kv = C.pointer(kv)
+        params = _init(_ContextParams, _lib.kvs_context_params_init, n_seq_max=n_seq_max, unified=unified,
+                       sections=structs, n_section=len(structs), arch=arch.encode(), **fields)  # fmt: skip
+        if shift is not None:
+            self._shift = params.shift = _ShiftCallback(
+                lambda _, section, stream, cells, shifts, n: shift(section, stream, cells[:n], shifts[:n]) or 0
+            )
+        ctx = C.c_void_p()
+        _checked(_lib.kvs_context_new(C.byref(params), C.byref(ctx)))
+        self._ctx = ctx
+        self._mem = _lib.kvs_get_memory(ctx)
+
+    def close(self):
+        """Frees the context; the views of its planes must not be used afterwards."""
+        ctx, self._ctx, self._mem = self._ctx, None, None
+        _lib.kvs_context_free(ctx)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        if self._ctx is not None:
+            self.close()
+
+    # Cells and planes
+
+    def decode(self, pos, seq_id=0):
+        """Gives cells to tokens of a sequence at the positions pos; returns the cells of each section.
+
+        Write K and V of the tokens into them next.
+        """
+        pos, seq_ids = _i32s(pos), _i32s([seq_id])
+        lists = (C.POINTER(C.c_int32) * len(pos))(*[seq_ids] * len(pos))
+        ubatch = _init(_Ubatch, _lib.kvs_ubatch_init, n_tokens=len(pos), pos=pos, seq_id=lists)
+        slot = C.c_void_p()
+        _checked(_lib.kvs_slot_prepare(self._ctx, C.byref(ubatch), C.byref(slot)))
+        try:
+            _checked(_lib.kvs_slot_commit(self._ctx, slot))
+            cells = [(C.c_uint32 * len(pos))() for _ in self.sections]
+            for section, found in enumerate(cells):
+                _checked(_lib.kvs_slot_cells(slot, section, found, len(pos)))
+            return [list(found) for found in cells]
+        finally:
+            _lib.kvs_slot_free(slot)
+
+    def planes(self, section, layer, stream=0):
+        """K and V of a layer as bytes: [cell][byte of the row], or [channel][cell][byte] for transposed V.
+
+        numpy views of uint8 if numpy can be imported, else arrays of ctypes. V is None if the layer has none.
+        """
+        k, v = _Plane(), _Plane()
+        _checked(_lib.kvs_kv_plane(self._ctx, section, stream, layer, C.byref(k), C.byref(v)))
+        kv_size = self.sections[section].kv_size
+        return _view(k, kv_size), _view(v, kv_size) if v.data else None
+
+    # Memory
+
+    def clear(self, data=True):
+        _lib.kvs_memory_clear(self._mem, data)
+
+    def seq_rm(self, seq_id, p0=-1, p1=-1):
+        _check(_lib.kvs_memory_seq_rm(self._mem, seq_id, p0, p1))
+
+    def seq_cp(self, src, dst, p0=-1, p1=-1):
+        _void(_lib.kvs_memory_seq_cp, self._mem, src, dst, p0, p1)
+
+    def seq_keep(self, seq_id):
+        _void(_lib.kvs_memory_seq_keep, self._mem, seq_id)
+
+    def seq_add(self, seq_id, p0, p1, delta):
+        _void(_lib.kvs_memory_seq_add, self._mem, seq_id, p0, p1, delta)
+
+    def seq_div(self, seq_id, p0, p1, d):
+        _void(_lib.kvs_memory_seq_div, self._mem, seq_id, p0, p1, d)
+
+    def seq_pos_min(self, seq_id):
+        return _lib.kvs_memory_seq_pos_min(self._mem, seq_id)
+
+    def seq_pos_max(self, seq_id):
+        return _lib.kvs_memory_seq_pos_max(self._mem, seq_id)
+
+    def can_shift(self):
+        return _lib.kvs_memory_can_shift(self._mem)
+
+    # States
+
+    def state_seq_get_size(self, seq_id, flags=FLAGS_NONE):
+        size = _lib.kvs_state_seq_get_size_ext(self._ctx, seq_id, flags)
+        _check(size)
+        return size
+
+    def state_seq_get_data(self, seq_id, flags=FLAGS_NONE):
+        """The state of a sequence, as bytes."""
+        data = bytearray(self.state_seq_get_size(seq_id, flags))
+        return bytes(data[: self.state_seq_get_data_into(data, seq_id, flags)])
+
+    def state_seq_get_data_into(self, buffer, seq_id, flags=FLAGS_NONE):
+        """Writes the state into a writable buffer; returns its size."""
+        if memoryview(buffer).readonly:
+            raise TypeError("the buffer is read-only")
+        data, size, _alive = _pointer(buffer)
+        written = _lib.kvs_state_seq_get_data_ext(self._ctx, data, size, seq_id, flags)
+        _check(written)
+        return written
+
+    def state_seq_set_data(self, state, seq_id, flags=FLAGS_NONE):
+        """Replaces a sequence by a state; returns the bytes consumed."""
+        data, size, _alive = _pointer(state)
+        consumed = _lib.kvs_state_seq_set_data_ext(self._ctx, data, size, seq_id, flags)
+        _check(consumed)
+        return consumed
+
+    def state_seq_save_file(self, path, seq_id, tokens=()):
+        """Writes a sequence and its tokens to a file; returns the size of the file."""
+        tokens = _i32s(tokens)
+        size = _lib.kvs_state_seq_save_file(self._ctx, os.fsencode(path), seq_id, tokens, len(tokens))
+        _check(size)
+        return size
+
+    def state_seq_load_file(self, path, seq_id, n_token_capacity=1 << 20):
+        """Replaces a sequence by the one in a file; returns its tokens and the bytes read."""
+        tokens, n = (C.c_int32 * max(1, n_token_capacity))(), C.c_size_t()
+        size = _lib.kvs_state_seq_load_file(self._ctx, os.fsencode(path), seq_id, tokens, n_token_capacity, C.byref(n))
+        _check(size)
+        return tokens[: n.value], size
+
+    def state_get_data(self):
+        """The state of the whole context, as bytes."""
+        size = _lib.kvs_state_get_size(self._ctx)
+        _check(size)
+        data = bytearray(size)
+        pointer, size, _alive = _pointer(data)
+        written = _lib.kvs_state_get_data(self._ctx, pointer, size)
+        _check(written)
+        return bytes(data[:written])
+
+    def state_set_data(self, state):
+        """Replaces all sequences; returns the bytes consumed."""
+        data, size, _alive = _pointer(state)
+        consumed = _lib.kvs_state_set_data(self._ctx, data, size)
+        _check(consumed)
+        return consumed
+
+
+def _void(call, *arguments):
+    """Runs a call that returns nothing: if it fails, the thread's last reason lies at another address."""
+    before = _last_error_address()
+    call(*arguments)
+    _check(_last_error_address() == before)
+
+
+def _view(plane, kv_size):
+    if plane.channel_stride:
+        size = row_size(plane.ggml_type, 1)
+        shape, strides = (plane.n_embd, kv_size, size), (plane.channel_stride, plane.cell_stride, 1)
+    else:
+        size = row_size(plane.ggml_type, plane.n_embd)
+        shape, strides = (kv_size, size), (plane.cell_stride, 1)
+    span = sum((n - 1) * stride for n, stride in zip(shape, strides)) + 1
+    if numpy is not None:
+        memory = (C.c_uint8 * span).from_address(plane.data)
+        return numpy.lib.stride_tricks.as_strided(numpy.frombuffer(memory, numpy.uint8), shape, strides)
+    row = C.c_uint8 * size
+    if len(shape) == 2:
+        return [row.from_address(plane.data + cell * strides[0]) for cell in range(kv_size)]
+    return [
+        [row.from_address(plane.data + channel * strides[0] + cell * strides[1]) for cell in range(kv_size)]
+        for channel in range(shape[0])
+    ]

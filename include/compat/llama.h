@@ -1,0 +1,1 @@
+#include "../kvstate_llama.h"

@@ -1,0 +1,431 @@
+//! The C ABI as its callers meet it: headers, symbols, C and C++ programs, Python.
+#![allow(missing_docs, reason = "a test")]
+
+mod cc;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use cc::{Link, build, compiles, link, repo, run, temp_dir};
+use kvstate::Status;
+use kvstate::capi;
+
+// Headers
+
+#[test]
+fn each_header_compiles_alone_and_twice_as_c11_and_as_cpp17() {
+    let dir = temp_dir();
+    for header in ["kvstate.h", "kvstate_llama.h"] {
+        let include = format!("#include <{header}>\n");
+        for (name, text) in [("once", include.clone()), ("twice", include.repeat(2))] {
+            // An empty translation unit is not ISO C.
+            let text = text + "int used;\n";
+            for (extension, compiler) in [("c", cc::c()), ("cpp", cc::cpp())] {
+                let output = compiles(compiler, dir.path(), &format!("{name}.{extension}"), &text);
+                assert!(
+                    output.status.success(),
+                    "{header} {name} as {extension}:\n{}",
+                    String::from_utf8_lossy(&output.stderr)
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn the_header_declares_each_call_once() {
+    let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
+    let mut seen = BTreeMap::<String, usize>::new();
+    for name in declared_calls(&header) {
+        *seen.entry(name).or_default() += 1;
+    }
+    let twice: Vec<_> = seen.iter().filter(|&(_, &n)| n > 1).collect();
+    assert!(twice.is_empty(), "{twice:?}");
+}
+
+/// Names of the functions that a header declares and does not define.
+fn declared_calls(header: &str) -> Vec<String> {
+    let code: String =
+        header.lines().map(|line| line.split("//").next().unwrap_or("").to_owned() + "\n").collect();
+    let code = code.split("static inline").next().unwrap_or("");
+    code.split(';')
+        .filter_map(|statement| {
+            let (before, _) = statement.split_once('(')?;
+            let name = before.rsplit(|c: char| !c.is_alphanumeric() && c != '_').next()?;
+            (name.starts_with("kvs_") && !statement.contains("typedef")).then(|| name.to_owned())
+        })
+        .collect()
+}
+
+// kvstate_llama.h and llama.h. This one has the real one's guard, and its typedefs.
+
+const LLAMA_H: &str = "
+#ifndef LLAMA_H
+#define LLAMA_H
+#include <stdint.h>
+struct llama_context;
+typedef struct llama_memory_i * llama_memory_t;
+typedef int32_t llama_pos;
+typedef int32_t llama_token;
+typedef int32_t llama_seq_id;
+#endif
+";
+
+#[test]
+fn kvstate_llama_h_refuses_to_come_after_llama_h() {
+    beside_llama_h(
+        "#include <llama.h>\n#include <kvstate_llama.h>\n",
+        "kvstate_llama.h takes the place of llama.h",
+    );
+    // Also where its own guard would hide it.
+    beside_llama_h(
+        "#include <kvstate_llama.h>\n#define LLAMA_H\n#include <kvstate_llama.h>\n",
+        "kvstate_llama.h takes the place of llama.h",
+    );
+}
+
+#[test]
+fn llama_h_does_not_compile_after_kvstate_llama_h() {
+    beside_llama_h("#include <kvstate_llama.h>\n#include <llama.h>\n", "llama_memory_t");
+}
+
+fn beside_llama_h(text: &str, message: &str) {
+    let dir = temp_dir();
+    fs::write(dir.path().join("llama.h"), LLAMA_H).expect("llama.h");
+    for (extension, mut compiler) in [("c", cc::c()), ("cpp", cc::cpp())] {
+        compiler.arg("-I").arg(dir.path());
+        let output = compiles(compiler, dir.path(), &format!("both.{extension}"), text);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success(), "{extension} compiled:\n{text}");
+        assert!(errors.contains(message), "{extension}: {errors}");
+    }
+}
+
+#[test]
+fn a_server_written_against_llama_h_compiles_and_runs_unchanged_as_c() {
+    server_slots(cc::c());
+}
+
+#[test]
+fn a_server_written_against_llama_h_compiles_and_runs_unchanged_as_cpp() {
+    let mut compiler = cc::cpp();
+    compiler.args(["-x", "c++"]);
+    server_slots(compiler);
+}
+
+fn server_slots(mut compiler: Command) {
+    let dir = temp_dir();
+    compiler
+        .arg("-I")
+        .arg(repo("include/compat"))
+        .arg(repo("tests/c/llama_server_slots.c"))
+        .arg(repo("tests/c/llama_server_engine.c"))
+        .args(["-x", "none"]);
+    link(&mut compiler, Link::Dynamic);
+    let exe = build(compiler, dir.path(), "server");
+    run(Command::new(exe).arg(dir.path().join("slot.bin")).arg(dir.path().join("session.bin")));
+}
+
+// Symbols and numbers
+
+#[test]
+fn the_exported_symbols_are_those_in_symbols_txt() {
+    let nm = run(Command::new("nm").args(["-D", "--defined-only", "--format=posix"]).arg(cc::dylib()));
+    let exported: BTreeSet<&str> = nm.lines().filter_map(|line| line.split(' ').next()).collect();
+    let text = fs::read_to_string(repo("include/symbols.txt")).expect("include/symbols.txt");
+    let listed: Vec<&str> = text.lines().collect();
+    assert!(listed.is_sorted(), "include/symbols.txt is not sorted");
+    let exported: Vec<&str> = exported.into_iter().collect();
+    assert_eq!(exported, listed, "exported (left) and include/symbols.txt (right) differ");
+}
+
+#[test]
+fn the_header_declares_what_is_exported() {
+    let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
+    let declared: BTreeSet<String> = declared_calls(&header).into_iter().collect();
+    let text = fs::read_to_string(repo("include/symbols.txt")).expect("include/symbols.txt");
+    let listed: BTreeSet<String> = text.lines().map(str::to_owned).collect();
+    assert_eq!(declared, listed, "declared (left) and exported (right) differ");
+}
+
+#[test]
+fn the_static_library_needs_the_native_libraries_that_are_documented() {
+    let dir = temp_dir();
+    let source = dir.path().join("all.rs");
+    fs::write(&source, "extern crate kvstate;").expect("the source");
+    let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let output = Command::new(rustc)
+        .args(["--crate-type", "staticlib", "--edition", "2024", "--print", "native-static-libs"])
+        .arg("--extern")
+        .arg(format!("kvstate={}", cc::lib_dir().join("libkvstate.rlib").display()))
+        .arg("-L")
+        .arg(format!("dependency={}", cc::lib_dir().display()))
+        .arg("--out-dir")
+        .arg(dir.path())
+        .arg(source)
+        .output()
+        .expect("rustc");
+    let notes = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{notes}");
+    let line = notes.lines().find_map(|line| line.split_once("native-static-libs: "));
+    let needed: BTreeSet<&str> = line.expect("the note").1.split_whitespace().collect();
+    assert_eq!(needed, BTreeSet::from(cc::NATIVE_LIBS));
+}
+
+/// Every status once; a new one does not compile until it is listed here.
+fn number_in_c(status: Status) -> (&'static str, i32) {
+    macro_rules! numbers {
+        ($($variant:ident = $constant:ident),* $(,)?) => {
+            match status { $(Status::$variant => (stringify!($constant), capi::$constant)),* }
+        };
+    }
+    numbers!(
+        Ok = KVS_STATUS_OK,
+        InvalidArgument = KVS_STATUS_INVALID_ARGUMENT,
+        InvalidHandle = KVS_STATUS_INVALID_HANDLE,
+        Poisoned = KVS_STATUS_POISONED,
+        BufferTooSmall = KVS_STATUS_BUFFER_TOO_SMALL,
+        Truncated = KVS_STATUS_TRUNCATED,
+        Corrupt = KVS_STATUS_CORRUPT,
+        UnsupportedVersion = KVS_STATUS_UNSUPPORTED_VERSION,
+        Mismatch = KVS_STATUS_MISMATCH,
+        RotationUnstated = KVS_STATUS_ROTATION_UNSTATED,
+        NoSpace = KVS_STATUS_NO_SPACE,
+        NoDeviceState = KVS_STATUS_NO_DEVICE_STATE,
+        CannotShift = KVS_STATUS_CANNOT_SHIFT,
+        ShiftFailed = KVS_STATUS_SHIFT_FAILED,
+        Stale = KVS_STATUS_STALE,
+        Io = KVS_STATUS_IO,
+        OutOfMemory = KVS_STATUS_OUT_OF_MEMORY,
+        Internal = KVS_STATUS_INTERNAL,
+    )
+}
+
+#[test]
+fn every_status_constant_of_the_header_is_the_number_of_a_status() {
+    use Status as S;
+    let all = [
+        S::Ok,
+        S::InvalidArgument,
+        S::InvalidHandle,
+        S::Poisoned,
+        S::BufferTooSmall,
+        S::Truncated,
+        S::Corrupt,
+        S::UnsupportedVersion,
+        S::Mismatch,
+        S::RotationUnstated,
+        S::NoSpace,
+        S::NoDeviceState,
+        S::CannotShift,
+        S::ShiftFailed,
+        S::Stale,
+        S::Io,
+        S::OutOfMemory,
+        S::Internal,
+    ];
+    let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
+    let in_header: BTreeMap<&str, i32> = header
+        .lines()
+        .filter_map(|line| line.strip_prefix("#define ")?.split_once(' '))
+        .filter(|(name, _)| name.starts_with("KVS_STATUS_"))
+        .map(|(name, number)| (name, number.parse().expect("a number")))
+        .collect();
+    assert_eq!(in_header.len(), all.len());
+    for status in all {
+        let (name, number) = number_in_c(status);
+        assert_eq!(number, status as i32, "{name}");
+        assert_eq!(in_header.get(name), Some(&number), "{name}");
+    }
+}
+
+// The C tests: a file of cases each, and a Rust test for each case.
+
+fn run_case(exe: &Path, case: &str) {
+    let dir = temp_dir();
+    run(Command::new(exe).arg(case).current_dir(dir.path()));
+}
+
+macro_rules! c_tests {
+    ($module:ident: $($case:ident),+ $(,)?) => {
+        mod $module {
+            use super::*;
+
+            fn exe() -> &'static Path {
+                static EXE: OnceLock<PathBuf> = OnceLock::new();
+                EXE.get_or_init(|| {
+                    let mut compiler = cc::c();
+                    compiler.arg(repo(concat!("tests/c/", stringify!($module), ".c")));
+                    link(&mut compiler, Link::Dynamic);
+                    build(compiler, Path::new(env!("CARGO_TARGET_TMPDIR")), stringify!($module))
+                })
+            }
+
+            $(#[test]
+            fn $case() {
+                run_case(exe(), stringify!($case));
+            })+
+
+            #[test]
+            fn every_case_is_run() {
+                let listed = run(&mut Command::new(exe()));
+                assert_eq!(listed.lines().collect::<Vec<_>>(), [$(stringify!($case)),+]);
+            }
+        }
+    };
+}
+
+c_tests! { structs:
+    a_size_below_the_first_version_is_refused,
+    a_struct_that_was_not_filled_is_refused,
+    a_larger_struct_is_accepted_if_what_is_unknown_is_zero,
+    a_larger_struct_is_refused_if_something_unknown_is_set,
+    init_writes_as_many_bytes_as_it_is_told,
+    the_inline_defaults_are_those_of_the_init_calls,
+    the_elements_of_an_array_have_one_size,
+    reserved_fields_are_zero,
+    structs_may_go_once_the_context_is_there,
+}
+
+c_tests! { failures:
+    a_null_handle_fails_every_call,
+    a_null_argument_fails_every_call,
+    free_calls_take_null,
+    arrays_of_no_elements_may_be_null,
+    unknown_flag_bits_are_refused,
+    sequence_ids_out_of_range_are_refused,
+    indices_out_of_range_are_refused,
+    a_buffer_that_is_too_small_is_untouched,
+    out_parameters_are_untouched_on_failure,
+    a_context_works_on_after_failed_calls,
+    each_failure_is_one_log_line,
+    a_success_leaves_the_last_reason,
+}
+
+c_tests! { threads:
+    the_last_error_is_per_thread,
+    const_calls_run_side_by_side,
+    two_contexts_are_independent,
+    a_context_moves_between_threads,
+}
+
+c_tests! { engine:
+    a_slot_is_stale_once_the_cache_has_changed,
+    a_slot_of_another_context_is_refused,
+    a_full_cache_has_no_slot,
+    the_number_of_cells_asked_for_is_that_of_the_tokens,
+    a_layer_without_v_has_a_null_plane,
+    a_cell_tells_what_it_holds,
+    adopted_rows_round_trip_and_gaps_are_untouched,
+    adopted_transposed_v_round_trips_and_gaps_are_untouched,
+    strides_that_make_cells_overlap_are_refused,
+    the_shift_callback_gets_the_shifted_cells_before_a_save,
+    a_partial_state_of_full_attention_rotates_nothing,
+    a_save_fails_if_the_shift_callback_does,
+    nobody_who_rotates_means_no_shifts,
+    an_engine_that_rotates_asks_and_says_when_it_has,
+    a_callback_and_a_promise_of_the_engine_exclude_each_other,
+}
+
+// Examples
+
+/// What an example wrote to its folder and to standard output.
+#[derive(Debug, PartialEq)]
+struct Run {
+    stdout: String,
+    files: BTreeMap<String, Vec<u8>>,
+}
+
+fn run_example(command: &mut Command) -> Run {
+    let dir = temp_dir();
+    let stdout = run(command.arg(dir.path()));
+    let files = fs::read_dir(dir.path())
+        .expect("the folder")
+        .map(|entry| {
+            let entry = entry.expect("an entry");
+            (entry.file_name().into_string().expect("UTF-8"), fs::read(entry.path()).expect("a file"))
+        })
+        .collect();
+    Run { stdout, files }
+}
+
+fn c_example(how: Link, dir: &Path) -> PathBuf {
+    let mut compiler = cc::c();
+    compiler.arg("-g").arg(repo("ffi-examples/c/example.c"));
+    link(&mut compiler, how);
+    build(compiler, dir, "example")
+}
+
+#[test]
+fn the_c_example_does_the_same_linked_statically_and_dynamically() {
+    let dir = temp_dir();
+    let dynamic = run_example(&mut Command::new(c_example(Link::Dynamic, dir.path())));
+    let fixed = run_example(&mut Command::new(c_example(Link::Static, dir.path())));
+    assert_eq!(dynamic, fixed);
+    assert_eq!(dynamic.files.keys().collect::<Vec<_>>(), ["checkpoint.bin", "sequence.bin", "slot.bin"]);
+    assert!(dynamic.stdout.contains("the same bytes"), "{}", dynamic.stdout);
+}
+
+/// Python with the wrapper and the library in reach, or none.
+fn python() -> Option<Command> {
+    if Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("skipped: there is no python3");
+        return None;
+    }
+    let mut python = Command::new("python3");
+    python.env("KVSTATE_LIB", cc::dylib()).env("PYTHONPATH", repo("ffi-examples/python")).arg("-B");
+    Some(python)
+}
+
+#[test]
+fn the_states_of_the_python_example_are_those_of_the_c_example() {
+    let Some(mut python) = python() else { return };
+    let dir = temp_dir();
+    let c = run_example(&mut Command::new(c_example(Link::Dynamic, dir.path())));
+    let python = run_example(python.arg(repo("ffi-examples/python/example.py")));
+    assert_eq!(c.stdout, python.stdout);
+    assert_eq!(c.files.keys().collect::<Vec<_>>(), python.files.keys().collect::<Vec<_>>());
+    for (name, bytes) in &c.files {
+        assert!(python.files[name] == *bytes, "{name} differs");
+    }
+}
+
+#[test]
+fn the_python_wrapper_takes_buffers_raises_errors_and_shifts() {
+    let Some(mut python) = python() else { return };
+    run(python.arg(repo("tests/python/wrapper.py")));
+}
+
+#[test]
+fn the_c_example_is_clean_under_valgrind() {
+    let dir = temp_dir();
+    under_valgrind(&c_example(Link::Dynamic, dir.path()));
+}
+
+#[test]
+fn the_cpp_example_is_clean_under_valgrind() {
+    let source = repo("ffi-examples/cpp/example.cpp");
+    if !source.exists() {
+        eprintln!("skipped: there is no ffi-examples/cpp/example.cpp");
+        return;
+    }
+    let dir = temp_dir();
+    let mut compiler = cc::cpp();
+    compiler.arg("-g").arg(source);
+    link(&mut compiler, Link::Dynamic);
+    under_valgrind(&build(compiler, dir.path(), "example_cpp"));
+}
+
+/// Runs an example in a folder of its own: no invalid access, nothing lost.
+fn under_valgrind(exe: &Path) {
+    if Command::new("valgrind").arg("--version").output().is_err() {
+        eprintln!("skipped: valgrind is not installed");
+        return;
+    }
+    let checks =
+        ["--quiet", "--error-exitcode=99", "--leak-check=full", "--errors-for-leak-kinds=definite,indirect"];
+    run_example(Command::new("valgrind").args(checks).arg(exe));
+}

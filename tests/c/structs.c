@@ -1,0 +1,143 @@
+// Structs that start with their size.
+
+#include "check.h"
+
+static void a_size_below_the_first_version_is_refused(void) {
+    kvs_kv_params params;
+    memset(&params, 0xa5, sizeof params);
+    kvs_kv_params before = params;
+    CHECK(kvs_kv_params_init(&params, sizeof params - 1) == KVS_STATUS_INVALID_ARGUMENT);
+    CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, "kvs_kv_params.struct_size");
+    CHECK(memcmp(&params, &before, sizeof params) == 0);
+
+    setup s = default_setup(8, 1);
+    s.kv.struct_size = sizeof s.kv - 1;
+    kvs_context *ctx = NULL;
+    CHECK(try_new_context(&s, &ctx) == KVS_STATUS_INVALID_ARGUMENT);
+    CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, "kvs_kv_params.struct_size");
+    CHECK(ctx == NULL);
+}
+
+static void a_struct_that_was_not_filled_is_refused(void) {
+    kvs_context_params params;
+    memset(&params, 0, sizeof params);
+    kvs_context *ctx = NULL;
+    CHECK(kvs_context_new(&params, &ctx) == KVS_STATUS_INVALID_ARGUMENT);
+    CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, "kvs_context_params_init");
+    CHECK(ctx == NULL);
+}
+
+// The struct of a program that was compiled against a later header.
+typedef struct {
+    kvs_context_params known;
+    uint64_t later[2];
+} later_params;
+
+static kvs_status new_from_later(later_params *params, kvs_context **ctx) {
+    setup s = default_setup(8, 1);
+    s.kv.layers = &s.layer;
+    s.section.kv = &s.kv;
+    params->known.sections = &s.section;
+    params->known.n_section = 1;
+    return kvs_context_new(&params->known, ctx);
+}
+
+static void a_larger_struct_is_accepted_if_what_is_unknown_is_zero(void) {
+    later_params params;
+    CHECK(kvs_context_params_init(&params.known, sizeof params) == KVS_STATUS_OK);
+    CHECK(params.known.struct_size == sizeof params);
+    kvs_context *ctx = NULL;
+    CHECK(new_from_later(&params, &ctx) == KVS_STATUS_OK);
+    kvs_context_free(ctx);
+}
+
+static void a_larger_struct_is_refused_if_something_unknown_is_set(void) {
+    later_params params;
+    CHECK(kvs_context_params_init(&params.known, sizeof params) == KVS_STATUS_OK);
+    params.later[1] = (uint64_t)1 << 63;
+    kvs_context *ctx = NULL;
+    CHECK(new_from_later(&params, &ctx) == KVS_STATUS_INVALID_ARGUMENT);
+    CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, "kvs_context_params.struct_size");
+    CHECK(ctx == NULL);
+}
+
+static void init_writes_as_many_bytes_as_it_is_told(void) {
+    struct {
+        later_params params;
+        uint8_t behind[16];
+    } memory;
+    memset(&memory, 0xa5, sizeof memory);
+    CHECK(kvs_context_params_init(&memory.params.known, sizeof memory.params) == KVS_STATUS_OK);
+    CHECK(memory.params.later[0] == 0 && memory.params.later[1] == 0);
+    for (size_t i = 0; i < sizeof memory.behind; i++) CHECK(memory.behind[i] == 0xa5);
+}
+
+static void the_inline_defaults_are_those_of_the_init_calls(void) {
+    kvs_context_params params = kvs_context_default_params();
+    CHECK(params.struct_size == sizeof params);
+    CHECK(params.n_seq_max == 1 && params.unified == 1 && params.max_masked_cells == UINT32_MAX);
+    CHECK(params.sections == NULL && params.shift == NULL && params.arch == NULL);
+    kvs_kv_layer_params layer = kvs_kv_layer_default_params();
+    CHECK(layer.type_k == KVS_TYPE_F16 && layer.type_v == KVS_TYPE_F16 && layer.k == NULL);
+    kvs_section_params section = kvs_section_default_params();
+    CHECK(section.kind == KVS_SECTION_KV && section.reserved == 0);
+    CHECK(kvs_kv_default_params().struct_size == sizeof(kvs_kv_params));
+    CHECK(kvs_ubatch_default().struct_size == sizeof(kvs_ubatch));
+}
+
+static void the_elements_of_an_array_have_one_size(void) {
+    setup s = default_setup(8, 1);
+    kvs_kv_layer_params layers[2] = {s.layer, s.layer};
+    layers[1].struct_size += 8;
+    s.kv.layers = layers;
+    s.kv.n_layer = 2;
+    s.section.kv = &s.kv;
+    s.context.sections = &s.section;
+    kvs_context *ctx = NULL;
+    CHECK(kvs_context_new(&s.context, &ctx) == KVS_STATUS_INVALID_ARGUMENT);
+    CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, "layers[1].struct_size");
+}
+
+static void reserved_fields_are_zero(void) {
+    setup s = default_setup(8, 1);
+    s.section.reserved = 1;
+    kvs_context *ctx = NULL;
+    CHECK(try_new_context(&s, &ctx) == KVS_STATUS_INVALID_ARGUMENT);
+    CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, "sections[0].reserved");
+
+    ctx = new_context(default_setup(8, 1));
+    kvs_pos pos = 0;
+    kvs_ubatch ubatch = kvs_ubatch_default();
+    ubatch.n_tokens = 1;
+    ubatch.pos = &pos;
+    ubatch.reserved = 1;
+    kvs_slot *slot = NULL;
+    CHECK(kvs_slot_prepare(ctx, &ubatch, &slot) == KVS_STATUS_INVALID_ARGUMENT);
+    CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, "reserved");
+    CHECK(slot == NULL);
+    kvs_context_free(ctx);
+}
+
+static void structs_may_go_once_the_context_is_there(void) {
+    setup *s = malloc(sizeof *s);
+    CHECK(s != NULL);
+    *s = default_setup(8, 1);
+    char arch[] = "gone";
+    s->context.arch = arch;
+    kvs_context *ctx = NULL;
+    CHECK(try_new_context(s, &ctx) == KVS_STATUS_OK);
+    memset(s, 0xa5, sizeof *s);
+    free(s);
+    memset(arch, 0, sizeof arch);
+    decode(ctx, 0, 0, 3, NULL);
+    state whole = save(ctx, -1);
+    CHECK(memcmp(whole.data, "\4\0\0\0gone", 8) == 0);
+    free(whole.data);
+    kvs_context_free(ctx);
+}
+
+MAIN(CASE(a_size_below_the_first_version_is_refused), CASE(a_struct_that_was_not_filled_is_refused),
+     CASE(a_larger_struct_is_accepted_if_what_is_unknown_is_zero),
+     CASE(a_larger_struct_is_refused_if_something_unknown_is_set), CASE(init_writes_as_many_bytes_as_it_is_told),
+     CASE(the_inline_defaults_are_those_of_the_init_calls), CASE(the_elements_of_an_array_have_one_size),
+     CASE(reserved_fields_are_zero), CASE(structs_may_go_once_the_context_is_there))
