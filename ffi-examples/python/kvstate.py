@@ -138,6 +138,7 @@ def _load():
     for name, result, *arguments in [
         ("kvs_last_error", C.c_char_p),
         ("kvs_last_status", i32),
+        ("kvs_clear_last_error", None),
         ("kvs_version", u32),
         ("kvs_row_size", C.c_uint64, i32, u32),
         ("kvs_kv_layer_params_init", i32, C.POINTER(_LayerParams), size),
@@ -180,8 +181,6 @@ def _load():
 
 
 _lib = _load()
-_last_error_address = _lib["kvs_last_error"]
-_last_error_address.restype = C.c_void_p
 
 
 def _check(ok):
@@ -403,10 +402,10 @@ class Context:
 
 
 def _void(call, *arguments):
-    """Runs a call that returns nothing: if it fails, the thread's last reason lies at another address."""
-    before = _last_error_address()
+    """Runs a call that returns nothing; only the thread's last status tells whether it failed."""
+    _lib.kvs_clear_last_error()
     call(*arguments)
-    _check(_last_error_address() == before)
+    _check(_lib.kvs_last_status() == 0)
 
 
 def _view(plane, kv_size):

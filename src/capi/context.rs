@@ -60,9 +60,9 @@ pub const KVS_LEGACY_ROTATION_PLAIN: u32 = 2;
 pub struct kvs_kv_layer_params {
     /// sizeof(kvs_kv_layer_params), set by the init call.
     pub struct_size: usize,
-    /// ggml type of K.
+    /// ggml type of K; by default f16.
     pub type_k: i32,
-    /// ggml type of V.
+    /// ggml type of V; by default f16.
     pub type_v: i32,
     /// Elements of one cell of K, all heads together.
     pub n_embd_k_gqa: u32,
@@ -97,7 +97,7 @@ pub struct kvs_kv_params {
     pub n_layer: u32,
     /// The layers, in the order of the model.
     pub layers: *const kvs_kv_layer_params,
-    /// KVS_SWA_TYPE_*. The rule of a partial state looks at this, never at the model.
+    /// KVS_SWA_TYPE_*, by default none. The rule of a partial state looks at this, never at the model.
     pub swa_type: u32,
     /// Size of the window in positions.
     pub n_swa: u32,
@@ -149,9 +149,9 @@ pub type kvs_shift_callback = Option<
 pub struct kvs_context_params {
     /// sizeof(kvs_context_params), set by the init call.
     pub struct_size: usize,
-    /// Sequences, 1 to 256.
+    /// Sequences, 1 to 256; by default 1.
     pub n_seq_max: u32,
-    /// 1: all sequences share one stream of kv_size cells; 0: one stream of kv_size cells for each.
+    /// 1 (by default): all sequences share one stream of kv_size cells; 0: each has a stream of kv_size cells.
     pub unified: u32,
     /// The sections in write order: one attention cache, or full attention and then SWA (iSWA).
     pub sections: *const kvs_section_params,
@@ -169,7 +169,7 @@ pub struct kvs_context_params {
     /// before the next decode or save.
     pub shift_by_engine: u32,
     /// Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
-    /// UINT32_MAX: all, so that the restored sequence can be cut to any prefix.
+    /// UINT32_MAX (by default): all, so that the restored sequence can be cut to any prefix.
     pub max_masked_cells: u32,
 }
 
@@ -348,6 +348,12 @@ pub extern "C" fn kvs_swa_kv_size(
 #[unsafe(no_mangle)]
 pub extern "C" fn kvs_row_size(ggml_type: i32, n: u32) -> u64 {
     GgmlType::from_i32(ggml_type).and_then(|ggml_type| ggml_type.row_size(n)).unwrap_or(0)
+}
+
+/// Name of a ggml type, as ggml has it ("f16", "q8_0"); NULL: no such type.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvs_type_name(ggml_type: i32) -> *const c_char {
+    GgmlType::from_i32(ggml_type).map_or(ptr::null(), |ggml_type| ggml_type.c_name().as_ptr())
 }
 
 /// Version of the library: major * 10000 + minor * 100 + patch.

@@ -188,7 +188,9 @@ pub unsafe extern "C" fn kvs_n_kv(
 }
 
 /// The mask row of token i of a ubatch against the first n_kv cells of its stream in a section: 0 where the
-/// token attends, -INFINITY where it does not. Causal, with the section's window. Const.
+/// token attends, -INFINITY where it does not. Causal, with the section's window. Call it after kvs_slot_commit:
+/// the token attends to itself and to those before it in the ubatch. n_kv is what kvs_n_kv gives, or any number
+/// up to kv_size that leaves out no cell that the token attends to. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_mask_row(
     ctx: *const kvs_context,
@@ -210,7 +212,8 @@ pub unsafe extern "C" fn kvs_mask_row(
     })
 }
 
-/// Where K and V of a layer lie in a stream of a section. v may be NULL. Const.
+/// Where K and V of a layer lie in a stream of a section; layers are counted within the section. v_out may be
+/// NULL. The addresses stay as long as the context does: no call moves a plane. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_kv_plane(
     ctx: *const kvs_context,

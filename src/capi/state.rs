@@ -212,6 +212,12 @@ pub unsafe extern "C" fn kvs_state_seq_get_data_ext(
 /// Replaces sequence dest_seq_id by the state in src, in every section that the state holds; returns the bytes
 /// consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
 /// kvs_state_seq_get_data_ext.
+///
+/// To go back to a checkpoint that was taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY after n positions: restore it,
+/// then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later. No checkpoint is
+/// needed while kvs_memory_seq_pos_min shows that the window before n is still there.
+///
+/// The tensors of a state carry no checksum: bytes that were damaged there are restored as they are.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_set_data_ext(
     ctx: *mut kvs_context,

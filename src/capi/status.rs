@@ -71,6 +71,15 @@ pub extern "C" fn kvs_last_status() -> kvs_status {
     LAST_ERROR.with_borrow(|last| last.status)
 }
 
+/// Forgets the calling thread's last failure: for calls that return nothing, so that kvs_last_status() tells
+/// afterwards whether they failed.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvs_clear_last_error() {
+    LAST_ERROR.with_borrow_mut(|last| {
+        *last = LastError { status: KVS_STATUS_OK, text: CString::default() };
+    });
+}
+
 /// Records a failure for kvs_last_error and sends one line to the log.
 fn record(error: &Error) -> kvs_status {
     let status = error.status() as kvs_status;

@@ -1,11 +1,14 @@
 //! ggml's tensor types: numbers, names, block and type sizes.
 
+use std::ffi::CStr;
+
 /// A ggml tensor type. Values of `n` elements are stored as `n / block_size` blocks of `type_size` bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GgmlType(u8);
 
 struct Traits {
-    name: &'static str,
+    /// NUL-terminated, so that C callers can have it as it is.
+    name: &'static CStr,
     block_size: u32,
     type_size: u32,
     /// Values are packed in blocks with a scale, so one element has no bytes of its own.
@@ -14,56 +17,56 @@ struct Traits {
 
 /// By ggml's number; gaps are types that ggml removed.
 const TRAITS: [Option<Traits>; 43] = {
-    const fn plain(name: &'static str, type_size: u32) -> Traits {
+    const fn plain(name: &'static CStr, type_size: u32) -> Traits {
         Traits { name, block_size: 1, type_size, quantized: false }
     }
-    const fn quant(name: &'static str, block_size: u32, type_size: u32) -> Traits {
+    const fn quant(name: &'static CStr, block_size: u32, type_size: u32) -> Traits {
         Traits { name, block_size, type_size, quantized: true }
     }
     [
-        Some(plain("f32", 4)),
-        Some(plain("f16", 2)),
-        Some(quant("q4_0", 32, 18)),
-        Some(quant("q4_1", 32, 20)),
+        Some(plain(c"f32", 4)),
+        Some(plain(c"f16", 2)),
+        Some(quant(c"q4_0", 32, 18)),
+        Some(quant(c"q4_1", 32, 20)),
         None,
         None,
-        Some(quant("q5_0", 32, 22)),
-        Some(quant("q5_1", 32, 24)),
-        Some(quant("q8_0", 32, 34)),
-        Some(quant("q8_1", 32, 36)),
-        Some(quant("q2_K", 256, 84)),
-        Some(quant("q3_K", 256, 110)),
-        Some(quant("q4_K", 256, 144)),
-        Some(quant("q5_K", 256, 176)),
-        Some(quant("q6_K", 256, 210)),
-        Some(quant("q8_K", 256, 292)),
-        Some(quant("iq2_xxs", 256, 66)),
-        Some(quant("iq2_xs", 256, 74)),
-        Some(quant("iq3_xxs", 256, 98)),
-        Some(quant("iq1_s", 256, 50)),
-        Some(quant("iq4_nl", 32, 18)),
-        Some(quant("iq3_s", 256, 110)),
-        Some(quant("iq2_s", 256, 82)),
-        Some(quant("iq4_xs", 256, 136)),
-        Some(plain("i8", 1)),
-        Some(plain("i16", 2)),
-        Some(plain("i32", 4)),
-        Some(plain("i64", 8)),
-        Some(plain("f64", 8)),
-        Some(quant("iq1_m", 256, 56)),
-        Some(plain("bf16", 2)),
-        None,
-        None,
-        None,
-        Some(quant("tq1_0", 256, 54)),
-        Some(quant("tq2_0", 256, 66)),
+        Some(quant(c"q5_0", 32, 22)),
+        Some(quant(c"q5_1", 32, 24)),
+        Some(quant(c"q8_0", 32, 34)),
+        Some(quant(c"q8_1", 32, 36)),
+        Some(quant(c"q2_K", 256, 84)),
+        Some(quant(c"q3_K", 256, 110)),
+        Some(quant(c"q4_K", 256, 144)),
+        Some(quant(c"q5_K", 256, 176)),
+        Some(quant(c"q6_K", 256, 210)),
+        Some(quant(c"q8_K", 256, 292)),
+        Some(quant(c"iq2_xxs", 256, 66)),
+        Some(quant(c"iq2_xs", 256, 74)),
+        Some(quant(c"iq3_xxs", 256, 98)),
+        Some(quant(c"iq1_s", 256, 50)),
+        Some(quant(c"iq4_nl", 32, 18)),
+        Some(quant(c"iq3_s", 256, 110)),
+        Some(quant(c"iq2_s", 256, 82)),
+        Some(quant(c"iq4_xs", 256, 136)),
+        Some(plain(c"i8", 1)),
+        Some(plain(c"i16", 2)),
+        Some(plain(c"i32", 4)),
+        Some(plain(c"i64", 8)),
+        Some(plain(c"f64", 8)),
+        Some(quant(c"iq1_m", 256, 56)),
+        Some(plain(c"bf16", 2)),
         None,
         None,
         None,
-        Some(quant("mxfp4", 32, 17)),
-        Some(quant("nvfp4", 64, 36)),
-        Some(quant("q1_0", 128, 18)),
-        Some(quant("q2_0", 64, 18)),
+        Some(quant(c"tq1_0", 256, 54)),
+        Some(quant(c"tq2_0", 256, 66)),
+        None,
+        None,
+        None,
+        Some(quant(c"mxfp4", 32, 17)),
+        Some(quant(c"nvfp4", 64, 36)),
+        Some(quant(c"q1_0", 128, 18)),
+        Some(quant(c"q2_0", 64, 18)),
     ]
 };
 
@@ -122,7 +125,13 @@ impl GgmlType {
 
     /// ggml's name.
     #[must_use]
-    pub const fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
+        self.c_name().to_str().unwrap_or_default() // all names are ASCII
+    }
+
+    /// ggml's name, NUL-terminated.
+    #[must_use]
+    pub const fn c_name(self) -> &'static CStr {
         self.traits().name
     }
 
