@@ -157,7 +157,9 @@ impl KvCache {
         let mut seqs = SeqSet::EMPTY;
         for _ in 0..n_seq_id {
             let seq_id = source.metadata.i32("seq_id")?;
-            let seq = Seq::new(seq_id, n_seq_max).ok_or(Error::SeqId { seq_id, n_seq_max })?;
+            let seq = Seq::new(seq_id, n_seq_max).ok_or_else(|| {
+                Error::corrupt("seq_id", seq_id, format_args!("a sequence in [0, {n_seq_max})"))
+            })?;
             if self.streams.of(seq) != stream as usize {
                 return Err(Error::corrupt("seq_id", seq_id, format_args!("a sequence of stream {stream}")));
             }
