@@ -106,9 +106,9 @@ typedef int32_t kvs_status;
 typedef struct kvs_kv_layer_params {
     // sizeof(kvs_kv_layer_params), set by the init call.
     size_t struct_size;
-    // ggml type of K.
+    // ggml type of K; by default f16.
     int32_t type_k;
-    // ggml type of V.
+    // ggml type of V; by default f16.
     int32_t type_v;
     // Elements of one cell of K, all heads together.
     uint32_t n_embd_k_gqa;
@@ -141,7 +141,7 @@ typedef struct kvs_kv_params {
     uint32_t n_layer;
     // The layers, in the order of the model.
     const struct kvs_kv_layer_params *layers;
-    // KVS_SWA_TYPE_*. The rule of a partial state looks at this, never at the model.
+    // KVS_SWA_TYPE_*, by default none. The rule of a partial state looks at this, never at the model.
     uint32_t swa_type;
     // Size of the window in positions.
     uint32_t n_swa;
@@ -188,9 +188,9 @@ typedef int32_t (*kvs_shift_callback)(void *user_data,
 typedef struct kvs_context_params {
     // sizeof(kvs_context_params), set by the init call.
     size_t struct_size;
-    // Sequences, 1 to 256.
+    // Sequences, 1 to 256; by default 1.
     uint32_t n_seq_max;
-    // 1: all sequences share one stream of kv_size cells; 0: one stream of kv_size cells for each.
+    // 1 (by default): all sequences share one stream of kv_size cells; 0: each has a stream of kv_size cells.
     uint32_t unified;
     // The sections in write order: one attention cache, or full attention and then SWA (iSWA).
     const struct kvs_section_params *sections;
@@ -208,7 +208,7 @@ typedef struct kvs_context_params {
     // before the next decode or save.
     uint32_t shift_by_engine;
     // Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
-    // UINT32_MAX: all, so that the restored sequence can be cut to any prefix.
+    // UINT32_MAX (by default): all, so that the restored sequence can be cut to any prefix.
     uint32_t max_masked_cells;
 } kvs_context_params;
 
@@ -364,6 +364,10 @@ const char *kvs_last_error(void);
 // failed.
 kvs_status kvs_last_status(void);
 
+// Forgets the calling thread's last failure: for calls that return nothing, so that kvs_last_status() tells
+// afterwards whether they failed.
+void kvs_clear_last_error(void);
+
 // Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_kv_layer_params_init(struct kvs_kv_layer_params *params, size_t struct_size);
 
@@ -399,6 +403,9 @@ uint32_t kvs_swa_kv_size(uint32_t kv_size,
 
 // Bytes of n elements of a ggml type; 0: no such type, or no whole number of its blocks.
 uint64_t kvs_row_size(int32_t ggml_type, uint32_t n);
+
+// Name of a ggml type, as ggml has it ("f16", "q8_0"); NULL: no such type.
+const char *kvs_type_name(int32_t ggml_type);
 
 // Version of the library: major * 10000 + minor * 100 + patch.
 uint32_t kvs_version(void);
@@ -489,7 +496,7 @@ size_t kvs_state_seq_save_file(struct kvs_context *ctx,
 // Replaces sequence dest_seq_id by the one in a sequence file (versions 2 to 4) and gives its tokens. Returns
 // the offset behind the state, where appendices begin. 0: failed, nothing has changed and nothing was
 // written. With tokens_out NULL only the token count is reported, checked against the size of the file, and no
-// state is loaded.
+// state is loaded; 12 is returned, the size of the header before the tokens.
 size_t kvs_state_seq_load_file(struct kvs_context *ctx,
                                const char *filepath,
                                kvs_seq_id dest_seq_id,
@@ -511,6 +518,12 @@ size_t kvs_state_seq_get_data_ext(struct kvs_context *ctx,
 // Replaces sequence dest_seq_id by the state in src, in every section that the state holds; returns the bytes
 // consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
 // kvs_state_seq_get_data_ext.
+//
+// To go back to a checkpoint that was taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY after n positions: restore it,
+// then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later. No checkpoint is
+// needed while kvs_memory_seq_pos_min shows that the window before n is still there.
+//
+// The tensors of a state carry no checksum: bytes that were damaged there are restored as they are.
 size_t kvs_state_seq_set_data_ext(struct kvs_context *ctx,
                                   const uint8_t *src,
                                   size_t size,
@@ -546,7 +559,9 @@ kvs_status kvs_n_kv(const struct kvs_context *ctx,
                     uint32_t *n_kv_out);
 
 // The mask row of token i of a ubatch against the first n_kv cells of its stream in a section: 0 where the
-// token attends, -INFINITY where it does not. Causal, with the section's window. Const.
+// token attends, -INFINITY where it does not. Causal, with the section's window. Call it after kvs_slot_commit:
+// the token attends to itself and to those before it in the ubatch. n_kv is what kvs_n_kv gives, or any number
+// up to kv_size that leaves out no cell that the token attends to. Const.
 kvs_status kvs_mask_row(const struct kvs_context *ctx,
                         uint32_t section,
                         const struct kvs_ubatch *ubatch,
@@ -554,7 +569,8 @@ kvs_status kvs_mask_row(const struct kvs_context *ctx,
                         float *row,
                         size_t n_kv);
 
-// Where K and V of a layer lie in a stream of a section. v may be NULL. Const.
+// Where K and V of a layer lie in a stream of a section; layers are counted within the section. v_out may be
+// NULL. The addresses stay as long as the context does: no call moves a plane. Const.
 kvs_status kvs_kv_plane(const struct kvs_context *ctx,
                         uint32_t section,
                         uint32_t stream,

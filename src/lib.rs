@@ -119,6 +119,11 @@
 //! | [`session`] | files |
 //! | [`capi`] | the C ABI |
 
+/// The Rust example of the README, which is run.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 pub mod capi;
 pub mod cells;
 pub mod context;

@@ -497,7 +497,7 @@ fn an_old_file_stated_plain_is_refused_by_a_rotated_cache() {
         assert_eq!(
             text,
             "failed to restore sequence state: incompatible key rotation: \
-             the state has stated to be plain, the cache 64 (section kv)",
+             the state has no rotation (stated), the cache 64 (section kv)",
             "{}",
             f.name
         );
@@ -513,7 +513,7 @@ fn an_old_file_stated_rotated_is_refused_by_a_plain_cache() {
         assert_eq!(
             text,
             "failed to restore sequence state: incompatible key rotation: \
-             the state has stated to be rotated, the cache 0 (section kv)",
+             the state has a rotation (stated), the cache 0 (section kv)",
             "{}",
             f.name
         );

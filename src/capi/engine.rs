@@ -3,11 +3,14 @@
 use std::ffi::c_void;
 use std::ptr;
 
-use super::handle::{array, array_mut, kvs_context, out, with_context, with_context_mut};
+use super::handle::{
+    self, array, array_mut, free_slot, into_slot_handle, kvs_context, kvs_slot, out, with_context,
+    with_context_mut,
+};
 use super::params::{self, Params};
 use super::status::{kvs_status, status_of, value_or};
 use super::{kvs_pos, kvs_seq_id, kvs_token};
-use crate::context::{Slot, UbatchToken};
+use crate::context::UbatchToken;
 use crate::error::{Error, Result};
 use crate::memory::TensorParams;
 use crate::storage::{Plane, PlaneShape};
@@ -55,11 +58,6 @@ unsafe impl Params for kvs_ubatch {
             y: ptr::null(),
         }
     }
-}
-
-/// Cells for the tokens of a ubatch, as kvs_slot_prepare found them.
-pub struct kvs_slot {
-    slot: Slot,
 }
 
 /// K or V of one layer in one stream. Rows: cell c is the row at data + c * cell_stride. Transposed V: channel
@@ -120,7 +118,7 @@ pub unsafe extern "C" fn kvs_slot_prepare(
         let slot_out = out("slot_out", slot_out)?;
         let tokens = tokens(ubatch)?;
         let slot = with_context(ctx, |context| context.prepare(&tokens))?;
-        *slot_out = Box::into_raw(Box::new(kvs_slot { slot }));
+        *slot_out = into_slot_handle(slot);
         Ok(())
     })
 }
@@ -135,8 +133,7 @@ pub unsafe extern "C" fn kvs_slot_cells(
 ) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
-        let slot = slot.as_ref().ok_or(Error::InvalidHandle { name: "slot" })?;
-        let found = slot.slot.cells(section as usize);
+        let found = handle::slot(slot)?.cells(section as usize);
         let found = found.ok_or_else(|| Error::arg("section", format!("{section} is out of range")))?;
         if n != found.len() {
             return Err(Error::arg("n", format!("{n}, the ubatch has {} tokens", found.len())));
@@ -152,21 +149,16 @@ pub unsafe extern "C" fn kvs_slot_cells(
 pub unsafe extern "C" fn kvs_slot_commit(ctx: *mut kvs_context, slot: *const kvs_slot) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
-        let slot = slot.as_ref().ok_or(Error::InvalidHandle { name: "slot" })?;
-        with_context_mut(ctx, |context| context.commit(&slot.slot))
+        let slot = handle::slot(slot)?;
+        with_context_mut(ctx, |context| context.commit(slot))
     })
 }
 
 /// Frees a slot, committed or not. NULL is fine.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_slot_free(slot: *mut kvs_slot) {
-    // SAFETY: the header demands NULL or a slot of kvs_slot_prepare that was not freed.
-    value_or((), || unsafe {
-        if !slot.is_null() {
-            drop(Box::from_raw(slot));
-        }
-        Ok(())
-    });
+    // SAFETY: the contract of all calls.
+    value_or((), || unsafe { free_slot(slot) });
 }
 
 /// Cells that attention has to look at in a stream of a section: up to the last used one, padded to a multiple

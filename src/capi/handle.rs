@@ -5,10 +5,15 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::status::caught;
-use crate::context::Context;
+use crate::context::{Context, Slot};
 use crate::error::{Error, Result};
 
+/// What a live context starts with; a freed one, as long as its memory is not used again, does not.
 const LIVE: u64 = 0x6b76_735f_6374_7831;
+/// The same for a slot.
+const LIVE_SLOT: u64 = 0x6b76_735f_736c_7431;
+
+const DEAD_CONTEXT: Error = Error::InvalidHandle { name: "ctx" };
 
 /// A context: the KV cache of a model's sequences.
 pub struct kvs_context {
@@ -35,10 +40,13 @@ pub(super) unsafe fn free_handle(ctx: *mut kvs_context) -> Result<()> {
     if ctx.is_null() {
         return Ok(());
     }
-    // SAFETY: the header demands a pointer that kvs_context_new returned and that was not freed.
+    if !ctx.is_aligned() {
+        return Err(DEAD_CONTEXT);
+    }
+    // SAFETY: aligned; the header demands a pointer that kvs_context_new returned and that was not freed.
     unsafe {
         if (*ctx).tag != LIVE {
-            return Err(Error::InvalidHandle { name: "ctx" });
+            return Err(DEAD_CONTEXT);
         }
         (*ctx).tag = 0;
         drop(Box::from_raw(ctx));
@@ -46,9 +54,45 @@ pub(super) unsafe fn free_handle(ctx: *mut kvs_context) -> Result<()> {
     Ok(())
 }
 
+/// Cells for the tokens of a ubatch, as kvs_slot_prepare found them.
+pub struct kvs_slot {
+    tag: u64,
+    slot: Slot,
+}
+
+/// A new slot handle, owned by the caller.
+pub(super) fn into_slot_handle(slot: Slot) -> *mut kvs_slot {
+    Box::into_raw(Box::new(kvs_slot { tag: LIVE_SLOT, slot }))
+}
+
+/// The slot behind a handle.
+pub(super) unsafe fn slot<'a>(slot: *const kvs_slot) -> Result<&'a Slot> {
+    const DEAD: Error = Error::InvalidHandle { name: "slot" };
+    if !slot.is_aligned() {
+        return Err(DEAD);
+    }
+    // SAFETY: aligned; the header demands NULL or a slot of kvs_slot_prepare that was not freed.
+    let handle = unsafe { slot.as_ref() }.ok_or(DEAD)?;
+    if handle.tag == LIVE_SLOT { Ok(&handle.slot) } else { Err(DEAD) }
+}
+
+/// Frees a slot; NULL is fine.
+pub(super) unsafe fn free_slot(handle: *mut kvs_slot) -> Result<()> {
+    if handle.is_null() {
+        return Ok(());
+    }
+    // SAFETY: as for `slot`, which has checked the pointer; it came from a Box.
+    unsafe {
+        slot(handle)?;
+        (*handle).tag = 0;
+        drop(Box::from_raw(handle));
+    }
+    Ok(())
+}
+
 fn check(handle: &kvs_context) -> Result<()> {
     if handle.tag != LIVE {
-        return Err(Error::InvalidHandle { name: "ctx" });
+        return Err(DEAD_CONTEXT);
     }
     if handle.poisoned.load(Ordering::Relaxed) {
         return Err(Error::Poisoned);
@@ -61,8 +105,11 @@ pub(super) unsafe fn with_context<T>(
     ctx: *const kvs_context,
     call: impl FnOnce(&Context) -> Result<T>,
 ) -> Result<T> {
-    // SAFETY: the header demands NULL or a live context that no changing call uses meanwhile.
-    let handle = unsafe { ctx.as_ref() }.ok_or(Error::InvalidHandle { name: "ctx" })?;
+    if !ctx.is_aligned() {
+        return Err(DEAD_CONTEXT);
+    }
+    // SAFETY: aligned; the header demands NULL or a live context that no changing call uses meanwhile.
+    let handle = unsafe { ctx.as_ref() }.ok_or(DEAD_CONTEXT)?;
     check(handle)?;
     call(&handle.context)
 }
@@ -72,8 +119,11 @@ pub(super) unsafe fn with_context_mut<T>(
     ctx: *mut kvs_context,
     call: impl FnOnce(&mut Context) -> Result<T>,
 ) -> Result<T> {
-    // SAFETY: the header demands NULL or a live context that no other call uses meanwhile.
-    let handle = unsafe { ctx.as_mut() }.ok_or(Error::InvalidHandle { name: "ctx" })?;
+    if !ctx.is_aligned() {
+        return Err(DEAD_CONTEXT);
+    }
+    // SAFETY: aligned; the header demands NULL or a live context that no other call uses meanwhile.
+    let handle = unsafe { ctx.as_mut() }.ok_or(DEAD_CONTEXT)?;
     check(handle)?;
     let result = caught(|| call(&mut handle.context));
     if matches!(result, Err(Error::Internal(_))) {

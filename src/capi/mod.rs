@@ -18,7 +18,7 @@ mod status;
 
 pub use self::context::*;
 pub use self::engine::*;
-pub use self::handle::{kvs_context, kvs_memory, kvs_memory_t};
+pub use self::handle::{kvs_context, kvs_memory, kvs_memory_t, kvs_slot};
 pub use self::ids::*;
 pub use self::log::*;
 pub use self::memory::*;

@@ -150,7 +150,7 @@ pub unsafe extern "C" fn kvs_state_seq_save_file(
 /// Replaces sequence dest_seq_id by the one in a sequence file (versions 2 to 4) and gives its tokens. Returns
 /// the offset behind the state, where appendices begin. 0: failed, nothing has changed and nothing was
 /// written. With tokens_out NULL only the token count is reported, checked against the size of the file, and no
-/// state is loaded.
+/// state is loaded; 12 is returned, the size of the header before the tokens.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_load_file(
     ctx: *mut kvs_context,

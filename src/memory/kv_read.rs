@@ -281,10 +281,10 @@ impl KvCache {
                     });
                 }
                 Some(LegacyRotation::Rotated) if n_rot == 0 => {
-                    return Err(self.mismatch(what, "stated to be rotated", n_rot, None));
+                    return Err(self.mismatch(what, "a rotation (stated)", n_rot, None));
                 }
                 Some(LegacyRotation::Plain) if n_rot != 0 => {
-                    return Err(self.mismatch(what, "stated to be plain", n_rot, None));
+                    return Err(self.mismatch(what, "no rotation (stated)", n_rot, None));
                 }
                 Some(_) => {}
             }

@@ -192,7 +192,7 @@ impl Memory {
             .plan_sections(source.clone(), flags, flipped, false)
             .is_ok_and(|plan| plan.end.metadata.left() == 0);
         let Some(kv) = self.kv_caches().next().filter(|_| fits) else { return error };
-        let words = |ext: bool| if ext { "with ext" } else { "without ext" };
+        let words = |ext: bool| if ext { "x, y and token of each cell" } else { "none" };
         Error::Mismatch {
             what: "mismatched cell ext",
             state: words(!kv.geometry.cell_ext).to_owned(),
