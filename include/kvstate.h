@@ -356,8 +356,7 @@ extern "C" {
 #endif // __cplusplus
 
 // The reason of the calling thread's last failure: names the field and both values. Empty if none failed.
-// Valid until the thread's next failing call, which gives another address: so a caller sees whether a call
-// without a return value failed.
+// Valid until the thread's next failing call or kvs_clear_last_error.
 const char *kvs_last_error(void);
 
 // The status of the calling thread's last failure, for calls that return 0 or false: KVS_STATUS_OK if none

@@ -57,8 +57,7 @@ thread_local! {
 }
 
 /// The reason of the calling thread's last failure: names the field and both values. Empty if none failed.
-/// Valid until the thread's next failing call, which gives another address: so a caller sees whether a call
-/// without a return value failed.
+/// Valid until the thread's next failing call or kvs_clear_last_error.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvs_last_error() -> *const c_char {
     LAST_ERROR.with_borrow(|last| last.text.as_ptr())

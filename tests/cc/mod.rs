@@ -1,4 +1,5 @@
 //! Compiles C and C++ programs against the library that `cargo test` has just built, and runs them.
+#![allow(dead_code, reason = "no test uses all of it")]
 
 use std::fs;
 use std::path::{Path, PathBuf};
