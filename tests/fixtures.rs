@@ -277,7 +277,7 @@ fn a_blob_restores_into_exactly_as_many_cells_as_it_has() {
 
 #[test]
 fn a_state_changes_its_stream_counts_and_nothing_else_in_a_unified_context() {
-    let filter = |f: &Fixture| is_whole(f) && !f.sidecar.kv_unified && !f.is_iswa();
+    let filter = |f: &Fixture| is_whole(f) && !f.sidecar.kv_unified && f.sections(1).len() == 1;
     for_each("stream blobs rewritten unified", filter, |f| {
         let (blob, seq) = (f.blob().unwrap(), f.sidecar.seq_id);
         let mut ctx = new(f.params_with(f.sidecar.n_seq_max, true, f.kv_size()), f);

@@ -73,17 +73,18 @@ impl Memory {
         if params.is_empty() {
             return Err(Error::arg("sections", "0 sections, a context has at least one"));
         }
-        let single = params.len() == 1;
-        let build = |params: SectionParams| {
-            let SectionParams::Kv { kv, planes } = params;
-            let name = match (single, kv.swa.is_none()) {
-                (true, _) => "kv",
-                (false, true) => "base",
-                (false, false) => "swa",
-            };
-            KvCache::new(name.to_owned(), &kv, planes, streams).map(Section::Kv)
+        let is_full = |SectionParams::Kv { kv, .. }: &SectionParams| kv.swa.is_none();
+        let full_attention: Vec<bool> = params.iter().map(is_full).collect();
+        let name = |i: usize| match full_attention[..] {
+            [_] => "kv".to_owned(),
+            [true, false] => ["base", "swa"][i].to_owned(),
+            _ => format!("kv {i}"),
         };
-        let sections = params.into_iter().map(build).collect::<Result<_>>()?;
+        let build = |(i, params): (usize, SectionParams)| {
+            let SectionParams::Kv { kv, planes } = params;
+            KvCache::new(name(i), &kv, planes, streams).map(Section::Kv)
+        };
+        let sections = params.into_iter().enumerate().map(build).collect::<Result<_>>()?;
         Ok(Self { sections, streams })
     }
 

@@ -134,7 +134,10 @@ impl Fixture {
         let text = fs::read(json).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
         let memory = value["memory"].as_str().unwrap_or_default();
-        if !["llama_kv_cache", "llama_kv_cache_iswa"].contains(&memory) {
+        // DSA and MSA are two attention caches, one of which mirrors the cells of the other: in a fresh cache,
+        // both are placed alike.
+        let attention = ["llama_kv_cache", "llama_kv_cache_iswa", "llama_kv_cache_dsa", "llama_kv_cache_msa"];
+        if !attention.contains(&memory) {
             return None;
         }
         let sidecar = serde_json::from_value(value).unwrap_or_else(|e| panic!("{name}.json: {e}"));
