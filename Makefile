@@ -2,7 +2,7 @@ CXX      ?= g++
 CXXFLAGS ?= -O2
 FIXTURE  := tests/fixtures/tiny2x64_kf16_vf16_n64_none.slot
 
-# What the static library needs of the system; a test asserts that it is all.
+# What the static library needs on Linux beside what g++ links anyway.
 LIBS := -lpthread -ldl -lm
 
 .PHONY: demo test header bench clean

@@ -1,7 +1,7 @@
 //! The log callback.
 
 use std::ffi::{CString, c_char, c_void};
-use std::sync::RwLock;
+use std::sync::{OnceLock, RwLock};
 
 use super::status::{kvs_status, status_of};
 use crate::error::Error;
@@ -29,6 +29,9 @@ unsafe impl Send for Target {}
 unsafe impl Sync for Target {}
 
 static TARGET: RwLock<Option<Target>> = RwLock::new(None);
+
+/// Whether the process's logger is `Forward`; set on the first call.
+static IS_OURS: OnceLock<bool> = OnceLock::new();
 
 /// Forwards the crate's log records; those of other crates are not ours to show.
 struct Forward;
@@ -66,10 +69,15 @@ pub extern "C" fn kvs_log_set(callback: kvs_log_callback, user_data: *mut c_void
     status_of(|| {
         let mut target = TARGET.write().map_err(|_| Error::Internal("the log is poisoned".into()))?;
         *target = callback.map(|callback| Target { callback, user_data });
-        // In a Rust program that has a logger of its own, that one keeps the records.
-        let _ = log::set_logger(&Forward);
-        let level = if target.is_some() { log::LevelFilter::Info } else { log::LevelFilter::Off };
-        log::set_max_level(level);
+        // A Rust program that has a logger of its own keeps it, and its level.
+        let is_ours = *IS_OURS.get_or_init(|| log::set_logger(&Forward).is_ok());
+        if !is_ours {
+            return Err(Error::arg("callback", "the program has a logger already, which gets the lines"));
+        }
+        log::set_max_level(match *target {
+            Some(_) => log::LevelFilter::Info,
+            None => log::LevelFilter::Off,
+        });
         Ok(())
     })
 }

@@ -1,0 +1,326 @@
+//! Files: what they hold, what is refused, and that neither a failure nor a kill loses the old one.
+#![allow(missing_docs, reason = "a test")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use kvstate::context::{Shift, UbatchToken};
+use kvstate::format::GgmlType;
+use kvstate::memory::{KvParams, LayerParams, TensorParams};
+use kvstate::session::{seq_file_token_count, seq_file_tokens};
+use kvstate::types::{CellExt, StateFlags};
+use kvstate::{Context, ContextParams, Error, Status};
+use tempfile::TempDir;
+
+const NONE: StateFlags = StateFlags::empty();
+
+fn params() -> ContextParams {
+    let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 32 };
+    let kv = KvParams::new(256, 2, LayerParams { k: tensor, v: Some(tensor) });
+    ContextParams { arch: "test".into(), ..ContextParams::new(3, vec![kv.into()]) }
+}
+
+/// A context whose sequence 0 has `n` tokens.
+fn context(n: i32) -> Context {
+    let mut context = Context::new(params()).unwrap();
+    decode(&mut context, n);
+    context
+}
+
+fn decode(context: &mut Context, n: i32) {
+    let token = |pos| UbatchToken { pos, ext: CellExt::default(), seq_ids: &[0] };
+    let slot = context.prepare(&(0..n).map(token).collect::<Vec<_>>()).unwrap();
+    context.commit(&slot).unwrap();
+}
+
+fn whole(context: &mut Context) -> Vec<u8> {
+    let mut state = vec![0; usize::try_from(context.state_get_size().unwrap()).unwrap()];
+    context.state_get_data(&mut state).unwrap();
+    state
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<_> =
+        fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// A folder with the slot file of 5 positions and 4 tokens.
+fn saved() -> (TempDir, PathBuf, u64) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("slot.bin");
+    let size = context(5).state_seq_save_file(&path, 0, &[7, 8, 9, -1]).unwrap();
+    (dir, path, size)
+}
+
+/// Loads into a fresh context that must stay as it was, if the load is refused.
+fn refused(path: &Path) -> Error {
+    let mut target = context(3);
+    let before = whole(&mut target);
+    let error = target.state_seq_load_file(path, 0, 4).unwrap_err();
+    assert_eq!(whole(&mut target), before);
+    error
+}
+
+#[test]
+fn a_sequence_file_is_header_tokens_and_the_state_without_its_own_header() {
+    let (_dir, path, size) = saved();
+    let bytes = fs::read(&path).unwrap();
+    assert_eq!(bytes.len() as u64, size);
+    let words: Vec<u32> = bytes[..28].as_chunks::<4>().0.iter().map(|w| u32::from_le_bytes(*w)).collect();
+    assert_eq!(words, [0x6767_7371, 4, 4, 7, 8, 9, u32::MAX]);
+    let mut source = context(5);
+    let mut blob = vec![0; usize::try_from(source.state_seq_get_size(0, NONE).unwrap()).unwrap()];
+    source.state_seq_get_data(&mut blob, 0, NONE).unwrap();
+    assert_eq!(bytes[28..], blob[8..]);
+}
+
+#[test]
+fn a_sequence_file_gives_back_its_tokens_and_the_end_of_the_state() {
+    let (_dir, path, size) = saved();
+    let mut target = context(0);
+    let loaded = target.state_seq_load_file(&path, 2, 4).unwrap();
+    assert_eq!((loaded.tokens, loaded.state_end), (vec![7, 8, 9, -1], size));
+    assert_eq!(target.seq_pos_max(2).unwrap(), 4);
+    assert_eq!(seq_file_token_count(&path).unwrap(), 4);
+    assert_eq!(seq_file_tokens(&path).unwrap(), [7, 8, 9, -1]);
+}
+
+#[test]
+fn bytes_behind_the_state_are_the_appendices_of_a_sequence_file() {
+    let (_dir, path, size) = saved();
+    let mut bytes = fs::read(&path).unwrap();
+    bytes.extend(*b"SCKP and so on");
+    fs::write(&path, &bytes).unwrap();
+    assert_eq!(context(0).state_seq_load_file(&path, 0, 4).unwrap().state_end, size);
+}
+
+#[test]
+fn a_whole_context_file_comes_back_and_must_hold_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("session.bin");
+    let mut source = context(6);
+    source.seq_cp(0, 2, 2, 5).unwrap();
+    let size = source.state_save_file(&path, &[1, 2]).unwrap();
+    let mut bytes = fs::read(&path).unwrap();
+    assert_eq!(bytes.len() as u64, size);
+    assert_eq!(bytes[..12], [0x6e, 0x73, 0x67, 0x67, 11, 0, 0, 0, 2, 0, 0, 0]);
+
+    let mut target = context(1);
+    let loaded = target.state_load_file(&path, 2).unwrap();
+    assert_eq!((loaded.tokens, loaded.state_end), (vec![1, 2], size));
+    assert_eq!(whole(&mut target), whole(&mut source));
+
+    bytes.push(0);
+    fs::write(&path, &bytes).unwrap();
+    let before = whole(&mut target);
+    let error = target.state_load_file(&path, 2).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "failed to restore session state: did not read all of the session file data: \
+         1 bytes behind the state (expected none)"
+    );
+    assert_eq!(whole(&mut target), before);
+}
+
+#[test]
+fn a_whole_context_of_another_architecture_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("session.bin");
+    context(2).state_save_file(&path, &[]).unwrap();
+    let mut other = Context::new(ContextParams { arch: "other".into(), ..params() }).unwrap();
+    assert_eq!(
+        other.state_load_file(&path, 0).unwrap_err().to_string(),
+        "failed to restore session state: wrong model arch: the state has 'test', the cache 'other' \
+         (whole context)"
+    );
+}
+
+#[test]
+fn more_tokens_than_the_caller_has_room_for_are_refused() {
+    let (_dir, path, _) = saved();
+    let error = context(0).state_seq_load_file(&path, 0, 3).unwrap_err();
+    assert_eq!(error.to_string(), "token count in sequence state file exceeded capacity! 4 > 3");
+}
+
+#[test]
+fn another_magic_or_version_is_refused_with_both() {
+    let (_dir, path, _) = saved();
+    let good = fs::read(&path).unwrap();
+    for (at, value, text) in [(0, 0x72, "67677372, 00000004"), (4, 5, "67677371, 00000005")] {
+        let mut bytes = good.clone();
+        bytes[at] = value;
+        fs::write(&path, &bytes).unwrap();
+        let want = format!("unknown (magic, version) for sequence state file: {text}");
+        assert_eq!(refused(&path).to_string(), want);
+        assert_eq!(seq_file_token_count(&path).unwrap_err().to_string(), want);
+    }
+    // A whole context is no sequence.
+    let mut source = context(2);
+    source.state_save_file(&path, &[]).unwrap();
+    assert_eq!(refused(&path).status(), Status::UnsupportedVersion);
+}
+
+#[test]
+fn a_file_that_ends_anywhere_is_refused_and_changes_nothing() {
+    let (_dir, path, _) = saved();
+    let good = fs::read(&path).unwrap();
+    for len in 0..good.len() {
+        fs::write(&path, &good[..len]).unwrap();
+        let error = refused(&path);
+        assert_eq!(error.status(), Status::Truncated, "{len}: {error}");
+    }
+    fs::write(&path, [&good[..8], &u32::MAX.to_le_bytes()].concat()).unwrap();
+    assert_eq!(seq_file_token_count(&path).unwrap_err().status(), Status::Truncated);
+}
+
+#[test]
+fn what_is_no_readable_file_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let missing = dir.path().join("missing.bin");
+    for path in [missing.as_path(), dir.path(), Path::new("")] {
+        let error = refused(path);
+        assert_eq!(error.status(), Status::Io);
+        assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+    }
+}
+
+#[test]
+fn a_save_where_none_is_possible_is_named_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("folder")).unwrap();
+    for name in ["nowhere/slot.bin", "folder"] {
+        let path = dir.path().join(name);
+        let error = context(2).state_seq_save_file(&path, 0, &[]).unwrap_err();
+        assert_eq!(error.status(), Status::Io);
+        assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+    }
+    assert_eq!(names(dir.path()), ["folder"]);
+}
+
+#[test]
+fn a_failed_save_leaves_the_old_file_and_nothing_beside_it() {
+    let (dir, path, _) = saved();
+    let old = fs::read(&path).unwrap();
+    let shift = Shift::Callback(Box::new(|_| Err("the device is gone".into())));
+    let mut failing = Context::new(ContextParams { shift, ..params() }).unwrap();
+    decode(&mut failing, 4);
+    failing.seq_add(0, 2, -1, 1).unwrap();
+    let error = failing.state_seq_save_file(&path, 0, &[]).unwrap_err();
+    assert_eq!(error.to_string(), "2 cells have a pending shift: the device is gone (section kv, stream 0)");
+    assert_eq!(fs::read(&path).unwrap(), old);
+    assert_eq!(names(dir.path()), ["slot.bin"]);
+}
+
+#[test]
+fn a_save_replaces_the_file_and_leaves_nothing_beside_it() {
+    let (dir, path, _) = saved();
+    let size = context(9).state_seq_save_file(&path, 0, &[]).unwrap();
+    assert_eq!(fs::metadata(&path).unwrap().len(), size);
+    assert_eq!(names(dir.path()), ["slot.bin"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_saved_conversation_is_its_owners_alone() {
+    use std::os::unix::fs::PermissionsExt;
+    let (_dir, path, _) = saved();
+    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_save_through_a_symbolic_link_replaces_what_it_points_to() {
+    let (dir, path, _) = saved();
+    let link = dir.path().join("link.bin");
+    std::os::unix::fs::symlink("slot.bin", &link).unwrap();
+    let size = context(9).state_seq_save_file(&link, 0, &[]).unwrap();
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+    assert_eq!(fs::metadata(&path).unwrap().len(), size);
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_is_named_and_the_old_file_stands() {
+    // A file system of its own, in a mount namespace of its own: 256 KiB, of which most is taken.
+    let script = r#"mount -t tmpfs -o size=256k tmpfs "$1" && exec "$2" --exact full_disk_child --nocapture"#;
+    let dir = tempfile::tempdir().unwrap();
+    let exe = std::env::current_exe().unwrap();
+    let child = Command::new("unshare")
+        .args(["--mount", "--map-root-user", "sh", "-c", script, "sh"])
+        .arg(dir.path())
+        .arg(&exe)
+        .env("KVSTATE_TEST_FULL_DISK", dir.path())
+        .output();
+    let Ok(output) = child else {
+        println!("skipped: there is no unshare");
+        return;
+    };
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    if text.contains("unshare failed") || text.contains("mount:") {
+        println!("skipped: no mount namespace can be had here: {text}");
+        return;
+    }
+    assert!(output.status.success() && text.contains("named and intact"), "{text}");
+}
+
+/// Runs only as the child of the test above.
+#[test]
+fn full_disk_child() {
+    let Some(dir) = std::env::var_os("KVSTATE_TEST_FULL_DISK").map(PathBuf::from) else { return };
+    let path = dir.join("slot.bin");
+    context(10).state_seq_save_file(&path, 0, &[]).unwrap();
+    let old = fs::read(&path).unwrap();
+    fs::write(dir.join("ballast"), vec![0; 200 << 10]).unwrap();
+    let error = context(250).state_seq_save_file(&path, 0, &[]).unwrap_err();
+    assert_eq!(error.status(), Status::Io);
+    assert!(error.to_string().starts_with("write ") && error.to_string().contains("slot.bin"), "{error}");
+    assert_eq!(fs::read(&path).unwrap(), old);
+    assert_eq!(names(&dir), ["ballast", "slot.bin"]);
+    println!("named and intact");
+}
+
+/// Saves 100 and 200 positions in turn until it is killed.
+#[test]
+fn killed_saver_child() {
+    let Some(path) = std::env::var_os("KVSTATE_TEST_SAVER").map(PathBuf::from) else { return };
+    let mut states = [context(100), context(200)];
+    loop {
+        for state in &mut states {
+            state.state_seq_save_file(&path, 0, &[1]).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_process_killed_in_mid_save_leaves_a_whole_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("slot.bin");
+    context(100).state_seq_save_file(&path, 0, &[1]).unwrap();
+    let mut seen = [0, 0];
+    for round in 0..40 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "killed_saver_child"])
+            .env("KVSTATE_TEST_SAVER", &path)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_micros(20_000 + round * 977));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let mut target = context(0);
+        let loaded = target.state_seq_load_file(&path, 0, 1).unwrap();
+        assert_eq!(loaded.tokens, [1]);
+        match target.seq_pos_max(0).unwrap() {
+            99 => seen[0] += 1,
+            199 => seen[1] += 1,
+            other => panic!("a state of {other} positions was never saved"),
+        }
+    }
+    assert!(seen[0] > 0 && seen[1] > 0, "killed before it saved: {seen:?}");
+}
