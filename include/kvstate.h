@@ -458,7 +458,8 @@ size_t kvs_state_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size);
 size_t kvs_state_set_data(struct kvs_context *ctx, const uint8_t *src, size_t size);
 
 // Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
-// n_token_capacity of them; n_token_count_out may be NULL. False: failed, nothing has changed and nothing was written.
+// n_token_capacity of them; n_token_count_out may be NULL. False: failed, nothing has changed and nothing was
+// written.
 bool kvs_state_load_file(struct kvs_context *ctx,
                          const char *path_session,
                          kvs_token *tokens_out,
@@ -493,10 +494,10 @@ size_t kvs_state_seq_save_file(struct kvs_context *ctx,
                                size_t n_token_count);
 
 // Replaces sequence dest_seq_id by the one in a sequence file (versions 2 to 4) and gives its tokens;
-// n_token_count_out may be NULL. Returns
-// the offset behind the state, where appendices begin. 0: failed, nothing has changed and nothing was
-// written. With tokens_out NULL only the token count is reported, checked against the size of the file, and no
-// state is loaded; 12 is returned, the size of the header before the tokens.
+// n_token_count_out may be NULL. Returns the offset behind the state, where appendices begin. 0: failed,
+// nothing has changed and nothing was written. With tokens_out NULL only the token count is reported, checked
+// against the size of the file, and no state is loaded; 12 is returned, the size of the header before the
+// tokens.
 size_t kvs_state_seq_load_file(struct kvs_context *ctx,
                                const char *filepath,
                                kvs_seq_id dest_seq_id,

@@ -60,7 +60,8 @@ pub unsafe extern "C" fn kvs_state_set_data(ctx: *mut kvs_context, src: *const u
 }
 
 /// Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
-/// n_token_capacity of them; n_token_count_out may be NULL. False: failed, nothing has changed and nothing was written.
+/// n_token_capacity of them; n_token_count_out may be NULL. False: failed, nothing has changed and nothing was
+/// written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_load_file(
     ctx: *mut kvs_context,
@@ -148,10 +149,10 @@ pub unsafe extern "C" fn kvs_state_seq_save_file(
 }
 
 /// Replaces sequence dest_seq_id by the one in a sequence file (versions 2 to 4) and gives its tokens;
-/// n_token_count_out may be NULL. Returns
-/// the offset behind the state, where appendices begin. 0: failed, nothing has changed and nothing was
-/// written. With tokens_out NULL only the token count is reported, checked against the size of the file, and no
-/// state is loaded; 12 is returned, the size of the header before the tokens.
+/// n_token_count_out may be NULL. Returns the offset behind the state, where appendices begin. 0: failed,
+/// nothing has changed and nothing was written. With tokens_out NULL only the token count is reported, checked
+/// against the size of the file, and no state is loaded; 12 is returned, the size of the header before the
+/// tokens.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_load_file(
     ctx: *mut kvs_context,
