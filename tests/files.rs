@@ -242,6 +242,30 @@ fn a_save_through_a_symbolic_link_replaces_what_it_points_to() {
     assert_eq!(fs::metadata(&path).unwrap().len(), size);
 }
 
+#[cfg(unix)]
+#[test]
+fn a_link_to_a_file_that_is_not_there_yet_gets_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let link = dir.path().join("link.bin");
+    std::os::unix::fs::symlink("later.bin", &link).unwrap();
+    context(2).state_seq_save_file(&link, 0, &[]).unwrap();
+    assert_eq!(names(dir.path()), ["later.bin", "link.bin"]);
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+}
+
+#[cfg(unix)]
+#[test]
+fn what_is_no_regular_file_is_neither_replaced_nor_read() {
+    // A socket stands for devices and pipes: as root, replacing /dev/null would succeed.
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("socket");
+    let _socket = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let error = context(2).state_seq_save_file(&path, 0, &[]).unwrap_err();
+    assert_eq!(error.to_string(), format!("open {}: not a regular file", path.display()));
+    assert_eq!(names(dir.path()), ["socket"]);
+    assert_eq!(refused(Path::new("/dev/null")).to_string(), "read /dev/null: not a regular file");
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_is_named_and_the_old_file_stands() {

@@ -47,18 +47,18 @@ impl Replacement {
     }
 }
 
-/// Follows symbolic links: it is the file behind one that is replaced, not the link.
+/// Follows symbolic links: it is the file behind one that is replaced, not the link. What is no regular file
+/// (a directory, a device, a pipe) is never replaced.
 fn resolve(path: &Path) -> io::Result<PathBuf> {
-    match fs::symlink_metadata(path) {
-        Ok(metadata) if metadata.is_symlink() => match fs::canonicalize(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let target = fs::read_link(path)?;
-                Ok(directory(path).join(target))
-            }
-            resolved => resolved,
-        },
+    match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
-        _ => Ok(path.to_owned()),
+        Ok(metadata) if !metadata.is_file() => {
+            Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"))
+        }
+        Ok(_) => fs::canonicalize(path),
+        // A link to a file that is not there yet.
+        Err(_) if path.is_symlink() => Ok(directory(path).join(fs::read_link(path)?)),
+        Err(_) => Ok(path.to_owned()),
     }
 }
 

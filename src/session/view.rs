@@ -22,6 +22,10 @@ impl FileView {
         if metadata.is_dir() {
             return Err(failed("read")(std::io::ErrorKind::IsADirectory.into()));
         }
+        if !metadata.is_file() {
+            let reason = std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file");
+            return Err(failed("read")(reason));
+        }
         if metadata.len() == 0 {
             return Ok(Self { map: None });
         }
