@@ -1,7 +1,7 @@
 //! A file's bytes without reading them: a read-only mapping.
 #![allow(unsafe_code, reason = "mapping a file is unsafe; this is the only place that does")]
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::path::Path;
 
 use memmap2::Mmap;
@@ -17,8 +17,8 @@ pub(super) struct FileView {
 impl FileView {
     pub fn open(path: &Path) -> Result<Self> {
         let failed = |op| move |source| Error::Io { op, path: path.display().to_string(), source };
-        let file = File::open(path).map_err(failed("open"))?;
-        let metadata = file.metadata().map_err(failed("read"))?;
+        // Before it is opened, which would wait for the other end of a pipe.
+        let metadata = fs::metadata(path).map_err(failed("open"))?;
         if metadata.is_dir() {
             return Err(failed("read")(std::io::ErrorKind::IsADirectory.into()));
         }
@@ -26,7 +26,8 @@ impl FileView {
             let reason = std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file");
             return Err(failed("read")(reason));
         }
-        if metadata.len() == 0 {
+        let file = File::open(path).map_err(failed("open"))?;
+        if file.metadata().map_err(failed("read"))?.len() == 0 {
             return Ok(Self { map: None });
         }
         // SAFETY: the mapping is private to this call of the library and only read. The bytes are untrusted and
