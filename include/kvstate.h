@@ -119,9 +119,9 @@ typedef struct kvs_kv_layer_params {
     void *k;
     // Memory of the caller for V.
     void *v;
-    // Bytes from one cell of K to the next; 0: the size of a row.
+    // Bytes from one cell of K to the next; 0: the size of a row. Strides are for adopted memory only.
     uint64_t k_cell_stride;
-    // Bytes from one stream of K to the next; 0: kv_size cells.
+    // Bytes from one stream of K to the next; 0: kv_size cells. Streams may not interleave.
     uint64_t k_stream_stride;
     // Bytes from one cell of V to the next; 0: the size of a row, or of an element if V is transposed.
     uint64_t v_cell_stride;
@@ -175,8 +175,8 @@ typedef struct kvs_section_params {
 typedef int32_t kvs_pos;
 
 // Rotates the K rows of n cells of a stream of a section, in every layer: each cell of the array cells by the
-// number of positions at the same index of shifts, forward (negative: back; never 0). Returns 0 if it did. Called from calls that write a state, before K is read; it must not
-// call the library with the same context.
+// number of positions at the same index of shifts, forward (negative: back; never 0). Returns 0 if it did.
+// Called from calls that write a state, before K is read; it must not call the library with the same context.
 typedef int32_t (*kvs_shift_callback)(void *user_data,
                                       uint32_t section,
                                       uint32_t stream,
@@ -192,7 +192,8 @@ typedef struct kvs_context_params {
     uint32_t n_seq_max;
     // 1 (by default): all sequences share one stream of kv_size cells; 0: each has a stream of kv_size cells.
     uint32_t unified;
-    // The sections in write order: one attention cache, or full attention and then SWA (iSWA).
+    // The sections in write order: one attention cache, or full attention and then SWA (iSWA). The order is that
+    // of the states that are to be read.
     const struct kvs_section_params *sections;
     // Number of sections.
     uint32_t n_section;
@@ -205,7 +206,7 @@ typedef struct kvs_context_params {
     // For shift.
     void *shift_user_data;
     // 1, with shift NULL: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
-    // before the next decode or save.
+    // before the next decode or save. A save with shifts pending fails; a decode is not checked.
     uint32_t shift_by_engine;
     // Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
     // UINT32_MAX (by default): all, so that the restored sequence can be cut to any prefix.
@@ -236,7 +237,8 @@ typedef struct kvs_ubatch {
     const kvs_pos *pos;
     // Number of sequences of each token, at least 1; NULL: 1 each.
     const int32_t *n_seq_id;
-    // Sequences of each token, all of one stream; NULL: sequence 0.
+    // Sequences of each token; NULL: sequence 0. Those of one token are in one stream; tokens of one ubatch may
+    // be in different streams, and the cells of each are counted within its own.
     const kvs_seq_id *const *seq_id;
     // Token ids, kept by sections with cell_ext; NULL: embeddings.
     const kvs_token *token;
@@ -289,7 +291,7 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // An argument or a parameter makes no sense; the message names it.
 #define KVS_STATUS_INVALID_ARGUMENT 1
 
-// A handle is NULL, freed, or of another kind.
+// A handle is NULL, or of another kind; a freed one is noticed where its memory still shows it.
 #define KVS_STATUS_INVALID_HANDLE 2
 
 // An internal error in an earlier call left the context unusable; kvs_context_free still works.
@@ -331,7 +333,8 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // An operating-system call on a file failed.
 #define KVS_STATUS_IO 15
 
-// Memory for the cache or a state could not be had.
+// Memory for the cache or a state could not be had. (Small allocations are not checked: where not even those
+// can be had, the process ends, as Rust programs do.)
 #define KVS_STATUS_OUT_OF_MEMORY 16
 
 // A bug in kvstate was caught at the boundary.
@@ -432,13 +435,16 @@ void kvs_memory_seq_cp(kvs_memory_t mem,
 void kvs_memory_seq_keep(kvs_memory_t mem, kvs_seq_id seq_id);
 
 // Adds delta to the positions [p0, p1) of a sequence; K is rotated later, see shift in kvs_context_params.
+// Cells whose position falls below 0 are freed, a position above INT32_MAX is refused, and cells that are
+// shared with other sequences move in all of them.
 // Refused (nothing changes, kvs_last_error says why) where kvs_memory_can_shift is false.
 void kvs_memory_seq_add(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, kvs_pos delta);
 
 // Divides the positions [p0, p1) of a sequence by d >= 1; as kvs_memory_seq_add otherwise.
 void kvs_memory_seq_div(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, int32_t d);
 
-// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
+// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one: after a partial
+// state was restored into an empty sequence it says nothing about full attention. Const.
 kvs_pos kvs_memory_seq_pos_min(kvs_memory_t mem, kvs_seq_id seq_id);
 
 // Largest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
@@ -487,6 +493,9 @@ size_t kvs_state_seq_set_data(struct kvs_context *ctx,
 
 // Writes a sequence and a token list to a file (version 4): beside it, synced, then renamed over it. Returns
 // the size of the file. 0: failed, a file that was there is untouched.
+//
+// filepath is a regular file or nothing yet; symbolic links are followed. A new file has mode 0600, an old one
+// keeps its mode. A process that is killed meanwhile may leave a file .kvstate-*.tmp beside it.
 size_t kvs_state_seq_save_file(struct kvs_context *ctx,
                                const char *filepath,
                                kvs_seq_id seq_id,
@@ -497,7 +506,7 @@ size_t kvs_state_seq_save_file(struct kvs_context *ctx,
 // n_token_count_out may be NULL. Returns the offset behind the state, where appendices begin. 0: failed,
 // nothing has changed and nothing was written. With tokens_out NULL only the token count is reported, checked
 // against the size of the file, and no state is loaded; 12 is returned, the size of the header before the
-// tokens.
+// tokens. The file is mapped, not read: do not truncate it in place meanwhile (a save of kvstate never does).
 size_t kvs_state_seq_load_file(struct kvs_context *ctx,
                                const char *filepath,
                                kvs_seq_id dest_seq_id,
@@ -521,7 +530,8 @@ size_t kvs_state_seq_get_data_ext(struct kvs_context *ctx,
 // kvs_state_seq_get_data_ext.
 //
 // To go back to a checkpoint that was taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY after n positions: restore it,
-// then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later. No checkpoint is
+// then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later (or the other way
+// round). No checkpoint is
 // needed while kvs_memory_seq_pos_min shows that the window before n is still there.
 //
 // The tensors of a state carry no checksum: bytes that were damaged there are restored as they are.
@@ -552,7 +562,7 @@ kvs_status kvs_slot_commit(struct kvs_context *ctx, const struct kvs_slot *slot)
 void kvs_slot_free(struct kvs_slot *slot);
 
 // Cells that attention has to look at in a stream of a section: up to the last used one, padded to a multiple
-// of n_pad (llama.cpp: 256), at most kv_size. Const.
+// of n_pad (llama.cpp: 256), at most kv_size; of an empty stream n_pad. Const.
 kvs_status kvs_n_kv(const struct kvs_context *ctx,
                     uint32_t section,
                     uint32_t stream,
@@ -560,7 +570,7 @@ kvs_status kvs_n_kv(const struct kvs_context *ctx,
                     uint32_t *n_kv_out);
 
 // The mask row of token i of a ubatch against the first n_kv cells of its stream in a section: 0 where the
-// token attends, -INFINITY where it does not. Causal, with the section's window. Call it after kvs_slot_commit:
+// token attends, -INFINITY where it does not. Causal, symmetric windows too. Call it after kvs_slot_commit:
 // the token attends to itself and to those before it in the ubatch. n_kv is what kvs_n_kv gives, or any number
 // up to kv_size that leaves out no cell that the token attends to. Const.
 kvs_status kvs_mask_row(const struct kvs_context *ctx,

@@ -287,6 +287,7 @@ c_tests! { structs:
     the_inline_defaults_are_those_of_the_init_calls,
     the_elements_of_an_array_have_one_size,
     reserved_fields_are_zero,
+    layouts_without_effect_are_refused,
     structs_may_go_once_the_context_is_there,
 }
 

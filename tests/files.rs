@@ -228,7 +228,12 @@ fn a_save_replaces_the_file_and_leaves_nothing_beside_it() {
 fn a_saved_conversation_is_its_owners_alone() {
     use std::os::unix::fs::PermissionsExt;
     let (_dir, path, _) = saved();
-    assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    let mode = || fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+    assert_eq!(mode(), 0o600);
+    // What somebody has given to a group stays the group's.
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+    context(9).state_seq_save_file(&path, 0, &[]).unwrap();
+    assert_eq!(mode(), 0o640);
 }
 
 #[cfg(unix)]

@@ -394,6 +394,17 @@ fn a_blob_of_an_older_build_in_a_file_of_its_version_is_written_as_its_version_4
     });
 }
 
+#[test]
+fn an_old_blob_in_memory_is_refused_as_of_an_older_layout() {
+    // It has no version field; an empty one or a partial one of full attention is the same in all versions.
+    let filter = |f: &Fixture| is_old(f) && f.n_cells() > 0 && !f.is_legacy_partial() && f.blob().is_some();
+    for_each("old blobs in memory", filter, |f| {
+        let mut ctx = f.context();
+        let error = ctx.state_seq_set_data(&f.blob().unwrap(), f.sidecar.seq_id, f.flags()).unwrap_err();
+        assert!(error.to_string().starts_with("older layout: the state has version "), "{}: {error}", f.name);
+    });
+}
+
 /// Loads a session file and compares what is written with the version-4 state of the same context.
 fn check_old_session(f: &Fixture, session: &Path, tokens: &[Token], twin: &[u8], name: &str) {
     let mut ctx = f.context();

@@ -1,7 +1,6 @@
 //! Save, restore, save again: over geometries, types, streams, fragmentation, windows and ways.
 //!
 //! The oracle knows the masking rules and counts cells; which cell a token gets is left to the library.
-#![allow(clippy::too_many_lines, reason = "a round trip is one story")]
 
 mod support;
 
@@ -347,6 +346,20 @@ fn reason(error: Error) -> Error {
     }
 }
 
+/// The blob holds these tokens, section by section.
+fn assert_holds<'a>(blob: &[u8], written: &[KvParams], states: impl Iterator<Item = &'a Vec<Held>>) {
+    let read = support::essence(blob, written);
+    for ((stream, want), kv) in read.iter().zip(states).zip(written) {
+        let cells = stream.iter().flat_map(|stream| &stream.cells);
+        let got: Vec<_> = cells.map(|cell| (cell.pos, cell.ext, &cell.bytes)).collect();
+        let ext = |held: &Held| kv.cell_ext.then_some([held.x, held.y, held.tok]);
+        let want: Vec<_> = want.iter().map(|held| (held.pos, ext(held), &held.bytes)).collect();
+        let pos = |cells: &[(Pos, _, _)]| cells.iter().map(|cell| cell.0).collect::<Vec<_>>();
+        assert_eq!(pos(&got), pos(&want), "the blob holds other positions than the rule says");
+        assert!(got == want, "the blob holds other bytes than the tokens");
+    }
+}
+
 fn round_trip(case: &Case) {
     let Case { from: setup, src, dest, flags, way, .. } = case;
     let (src, dest, flags) = (*src, *dest, *flags);
@@ -371,16 +384,7 @@ fn round_trip(case: &Case) {
     let written: Vec<KvParams> =
         setup.sections.iter().zip(&states).filter(|(_, s)| s.is_some()).map(|(kv, _)| kv.clone()).collect();
     if *way != Way::Device {
-        let read = support::essence(&blob, &written);
-        for (stream, want) in read.iter().zip(states.iter().flatten()) {
-            let cells = stream.iter().flat_map(|stream| &stream.cells);
-            let got: Vec<_> = cells.map(|cell| (cell.pos, cell.ext, &cell.bytes)).collect();
-            let ext = |held: &Held| setup.sections[0].cell_ext.then_some([held.x, held.y, held.tok]);
-            let want: Vec<_> = want.iter().map(|held| (held.pos, ext(held), &held.bytes)).collect();
-            let pos = |cells: &[(Pos, _, _)]| cells.iter().map(|cell| cell.0).collect::<Vec<_>>();
-            assert_eq!(pos(&got), pos(&want), "positions");
-            assert!(got == want, "the blob holds other tokens than the rule says");
-        }
+        assert_holds(&blob, &written, states.iter().flatten());
     }
 
     // The restore
@@ -510,7 +514,12 @@ fn whole_round_trip(setup: &Setup, from_ops: &[Op], sizes: &[u32], to_ops: &[Op]
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 4000, failure_persistence: None, max_shrink_iters: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 6000,
+        failure_persistence: None,
+        max_shrink_iters: 2000,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn a_sequence_comes_back_as_it_was_saved_and_others_stay_as_they_are(case in case()) {

@@ -371,6 +371,17 @@ fn a_later_on_device_state_of_a_sequence_replaces_the_earlier_one() {
 }
 
 #[test]
+fn a_blob_of_other_flags_than_the_live_on_device_state_is_named() {
+    let mut context = full(64);
+    decode(&mut context, 0, 0..10);
+    let whole = save(&mut context, 0, ON_DEVICE);
+    // 8 bytes, with which every other blob of the sequence begins.
+    save(&mut context, 0, PARTIAL | ON_DEVICE);
+    let error = fails(&mut context, |context| context.state_seq_set_data(&whole, 1, ON_DEVICE));
+    assert_eq!(error.to_string(), "no device state of sequence 0: the live one was taken with other flags");
+}
+
+#[test]
 fn an_on_device_state_that_was_never_taken_is_named() {
     let mut context = full(64);
     decode(&mut context, 0, 0..10);
@@ -666,6 +677,8 @@ fn a_mask_shows_the_own_sequence_up_to_the_token_and_inside_the_window() {
     };
     assert_eq!(seen(0), [1, 1, 0, 1, 0, 0]);
     assert_eq!(seen(1), [0, 1, 0, 1, 0, 0]);
+    let longer = context.mask_row(0, &token, &mut [0.0; 9]).unwrap_err();
+    assert_eq!(longer.to_string(), "n_kv: 9, the section has 8 cells");
     assert!(
         context.mask_row(0, &token, &mut [0.0; 3]).unwrap_err().to_string().contains("ends before cell 3")
     );
@@ -716,7 +729,7 @@ fn a_geometry_that_does_not_fit_itself_is_refused_by_field() {
     assert_eq!(bad(&|kv| kv.kv_size = 0), "kv.kv_size: 0 cells");
     assert_eq!(
         bad(&|kv| kv.layers[0].k = q8(48)),
-        "kv.layer 0.k.n_embd: 48 is no multiple of the 32 elements of a 8 (q8_0) block"
+        "kv.layer 0.k.n_embd: 48 is no multiple of the 32 elements of a q8_0 block"
     );
     assert_eq!(bad(&|kv| kv.layers[0].k.n_embd = 0), "kv.layer 0.k.n_embd: 0 elements per cell");
     assert_eq!(
@@ -726,11 +739,23 @@ fn a_geometry_that_does_not_fit_itself_is_refused_by_field() {
         }),
         "kv.v_trans: V of layer 0 is 8 (q8_0), and quantised V cannot be transposed"
     );
+    assert_eq!(bad(&|kv| kv.n_rot_k = 3), "kv.n_rot_k: 3, the size of a Hadamard rotation is a power of 2");
     for n_seq_max in [0, 257] {
         let error = Context::new(params(n_seq_max, &[kv(8, Swa::NONE)])).unwrap_err();
         assert_eq!(error.to_string(), format!("n_seq_max: {n_seq_max} is out of range [1, 256]"));
     }
     assert!(Context::new(params(1, &[])).is_err());
+}
+
+#[test]
+fn cells_cost_no_memory_until_they_are_used() {
+    // Its 2.5 GiB of metadata and the time to write them would be felt.
+    let tensor = TensorParams { ggml_type: GgmlType::F32, n_embd: 1 };
+    let kv = KvParams::new(1 << 26, 1, LayerParams { k: tensor, v: None });
+    match Context::new(params(1, &[kv])) {
+        Ok(mut context) => decode(&mut context, 0, 0..3),
+        Err(error) => assert_eq!(error.status(), Status::OutOfMemory),
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@ supports the buffer protocol (bytes, bytearray, memoryview, numpy arrays) is tak
 import ctypes as C
 import os
 import pathlib
+import traceback
 
 try:
     import numpy
@@ -258,9 +259,7 @@ class Context:
         params = _init(_ContextParams, _lib.kvs_context_params_init, n_seq_max=n_seq_max, unified=unified,
                        sections=structs, n_section=len(structs), arch=arch.encode(), **fields)  # fmt: skip
         if shift is not None:
-            self._shift = params.shift = _ShiftCallback(
-                lambda _, section, stream, cells, shifts, n: shift(section, stream, cells[:n], shifts[:n]) or 0
-            )
+            self._shift = params.shift = _ShiftCallback(_shift_callback(shift))
         ctx = C.c_void_p()
         _checked(_lib.kvs_context_new(C.byref(params), C.byref(ctx)))
         self._ctx = ctx
@@ -399,6 +398,19 @@ class Context:
         consumed = _lib.kvs_state_set_data(self._ctx, data, size)
         _check(consumed)
         return consumed
+
+
+def _shift_callback(shift):
+    """What ctypes calls. An exception must not be taken for success: it is printed, and the save fails."""
+
+    def call(_, section, stream, cells, shifts, n):
+        try:
+            return shift(section, stream, cells[:n], shifts[:n]) or 0
+        except Exception:
+            traceback.print_exc()
+            return -1
+
+    return call
 
 
 def _void(call, *arguments):

@@ -73,9 +73,9 @@ pub struct kvs_kv_layer_params {
     pub k: *mut c_void,
     /// Memory of the caller for V.
     pub v: *mut c_void,
-    /// Bytes from one cell of K to the next; 0: the size of a row.
+    /// Bytes from one cell of K to the next; 0: the size of a row. Strides are for adopted memory only.
     pub k_cell_stride: u64,
-    /// Bytes from one stream of K to the next; 0: kv_size cells.
+    /// Bytes from one stream of K to the next; 0: kv_size cells. Streams may not interleave.
     pub k_stream_stride: u64,
     /// Bytes from one cell of V to the next; 0: the size of a row, or of an element if V is transposed.
     pub v_cell_stride: u64,
@@ -130,8 +130,8 @@ pub struct kvs_section_params {
 }
 
 /// Rotates the K rows of n cells of a stream of a section, in every layer: each cell of the array cells by the
-/// number of positions at the same index of shifts, forward (negative: back; never 0). Returns 0 if it did. Called from calls that write a state, before K is read; it must not
-/// call the library with the same context.
+/// number of positions at the same index of shifts, forward (negative: back; never 0). Returns 0 if it did.
+/// Called from calls that write a state, before K is read; it must not call the library with the same context.
 pub type kvs_shift_callback = Option<
     unsafe extern "C" fn(
         user_data: *mut c_void,
@@ -153,7 +153,8 @@ pub struct kvs_context_params {
     pub n_seq_max: u32,
     /// 1 (by default): all sequences share one stream of kv_size cells; 0: each has a stream of kv_size cells.
     pub unified: u32,
-    /// The sections in write order: one attention cache, or full attention and then SWA (iSWA).
+    /// The sections in write order: one attention cache, or full attention and then SWA (iSWA). The order is that
+    /// of the states that are to be read.
     pub sections: *const kvs_section_params,
     /// Number of sections.
     pub n_section: u32,
@@ -166,7 +167,7 @@ pub struct kvs_context_params {
     /// For shift.
     pub shift_user_data: *mut c_void,
     /// 1, with shift NULL: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
-    /// before the next decode or save.
+    /// before the next decode or save. A save with shifts pending fails; a decode is not checked.
     pub shift_by_engine: u32,
     /// Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
     /// UINT32_MAX (by default): all, so that the restored sequence can be cut to any prefix.
@@ -498,6 +499,24 @@ fn layer_params(name: &str, layer: &kvs_kv_layer_params) -> Result<LayerParams> 
     Ok(LayerParams { k, v })
 }
 
+/// Refuses what would have no effect: whoever sets it expects one.
+fn check_layout(name: &str, layer: LayerParams, raw: &kvs_kv_layer_params, v_trans: bool) -> Result<()> {
+    let bad = |field: &str, reason: &str| Err(Error::arg(format!("{name}.{field}"), reason));
+    if raw.k.is_null() && (raw.k_cell_stride != 0 || raw.k_stream_stride != 0) {
+        return bad("k", "NULL with strides, which only adopted memory has");
+    }
+    if raw.v.is_null() && (raw.v_cell_stride != 0 || raw.v_channel_stride != 0 || raw.v_stream_stride != 0) {
+        return bad("v", "NULL with strides, which only adopted memory has");
+    }
+    if layer.v.is_none() && !raw.v.is_null() {
+        return bad("v", "given, while n_embd_v_gqa is 0");
+    }
+    if !v_trans && raw.v_channel_stride != 0 {
+        return bad("v_channel_stride", "given, while V is not transposed");
+    }
+    Ok(())
+}
+
 /// The caller's planes, stream-major; `None` if the section is managed.
 unsafe fn adopted_planes(
     name: &str,
@@ -505,6 +524,9 @@ unsafe fn adopted_planes(
     layers: &[kvs_kv_layer_params],
     n_stream: u32,
 ) -> Result<Option<KvPlanes>> {
+    for (il, (layer, raw)) in kv.layers.iter().zip(layers).enumerate() {
+        check_layout(&format!("{name}.layers[{il}]"), *layer, raw, kv.v_trans)?;
+    }
     if layers.iter().all(|layer| layer.k.is_null() && layer.v.is_null()) {
         return Ok(None);
     }
@@ -566,7 +588,11 @@ unsafe fn adopt(
         return Err(Error::arg(name, format!("a stream stride of {step} bytes for streams of {span}")));
     }
     let offset = step.checked_mul(u64::from(stream)).and_then(|offset| isize::try_from(offset).ok());
-    let offset = offset.ok_or_else(|| Error::arg(name, "the streams do not fit in memory"))?;
+    let start = offset.and_then(|offset| base.addr().checked_add_signed(offset));
+    let end = start.and_then(|start| start.checked_add(usize::try_from(span).ok()?));
+    let (Some(offset), Some(_)) = (offset, end) else {
+        return Err(Error::arg(name, "the address and the streams behind it do not fit in memory"));
+    };
     // SAFETY: the header demands memory for all streams at `base`, so the offset stays inside it, and that it
     // is used by nobody else while a call that reads or writes K or V runs.
     unsafe { Plane::adopt(base.cast::<u8>().offset(offset), kv_size, shape) }

@@ -30,7 +30,8 @@ pub struct kvs_ubatch {
     pub pos: *const kvs_pos,
     /// Number of sequences of each token, at least 1; NULL: 1 each.
     pub n_seq_id: *const i32,
-    /// Sequences of each token, all of one stream; NULL: sequence 0.
+    /// Sequences of each token; NULL: sequence 0. Those of one token are in one stream; tokens of one ubatch may
+    /// be in different streams, and the cells of each are counted within its own.
     pub seq_id: *const *const kvs_seq_id,
     /// Token ids, kept by sections with cell_ext; NULL: embeddings.
     pub token: *const kvs_token,
@@ -162,7 +163,7 @@ pub unsafe extern "C" fn kvs_slot_free(slot: *mut kvs_slot) {
 }
 
 /// Cells that attention has to look at in a stream of a section: up to the last used one, padded to a multiple
-/// of n_pad (llama.cpp: 256), at most kv_size. Const.
+/// of n_pad (llama.cpp: 256), at most kv_size; of an empty stream n_pad. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_n_kv(
     ctx: *const kvs_context,
@@ -180,7 +181,7 @@ pub unsafe extern "C" fn kvs_n_kv(
 }
 
 /// The mask row of token i of a ubatch against the first n_kv cells of its stream in a section: 0 where the
-/// token attends, -INFINITY where it does not. Causal, with the section's window. Call it after kvs_slot_commit:
+/// token attends, -INFINITY where it does not. Causal, symmetric windows too. Call it after kvs_slot_commit:
 /// the token attends to itself and to those before it in the ubatch. n_kv is what kvs_n_kv gives, or any number
 /// up to kv_size that leaves out no cell that the token attends to. Const.
 #[unsafe(no_mangle)]
@@ -350,6 +351,10 @@ unsafe fn token<'a>(ubatch: &kvs_ubatch, i: usize) -> Result<UbatchToken<'a>> {
             Error::arg(format!("n_seq_id[{i}]"), format!("{n_seq_id}, at least 1 is possible"))
         })?;
         let seq_ids = if ubatch.seq_id.is_null() {
+            if n_seq_id != 1 {
+                let reason = format!("{n_seq_id}, without seq_id a token has 1 sequence");
+                return Err(Error::arg(format!("n_seq_id[{i}]"), reason));
+            }
             SEQ_0
         } else {
             array("seq_id", array("seq_id", ubatch.seq_id, n)?[i], n_seq_id)?

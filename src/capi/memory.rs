@@ -63,6 +63,8 @@ pub unsafe extern "C" fn kvs_memory_seq_keep(mem: kvs_memory_t, seq_id: kvs_seq_
 }
 
 /// Adds delta to the positions [p0, p1) of a sequence; K is rotated later, see shift in kvs_context_params.
+/// Cells whose position falls below 0 are freed, a position above INT32_MAX is refused, and cells that are
+/// shared with other sequences move in all of them.
 /// Refused (nothing changes, kvs_last_error says why) where kvs_memory_can_shift is false.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_seq_add(
@@ -91,7 +93,8 @@ pub unsafe extern "C" fn kvs_memory_seq_div(
     value_or((), || unsafe { with_context_mut(mem.cast(), |context| context.seq_div(seq_id, p0, p1, d)) });
 }
 
-/// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
+/// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one: after a partial
+/// state was restored into an empty sequence it says nothing about full attention. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_seq_pos_min(mem: kvs_memory_t, seq_id: kvs_seq_id) -> kvs_pos {
     // SAFETY: a memory handle is its context's.

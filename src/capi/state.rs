@@ -131,6 +131,9 @@ pub unsafe extern "C" fn kvs_state_seq_set_data(
 
 /// Writes a sequence and a token list to a file (version 4): beside it, synced, then renamed over it. Returns
 /// the size of the file. 0: failed, a file that was there is untouched.
+///
+/// filepath is a regular file or nothing yet; symbolic links are followed. A new file has mode 0600, an old one
+/// keeps its mode. A process that is killed meanwhile may leave a file .kvstate-*.tmp beside it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_save_file(
     ctx: *mut kvs_context,
@@ -152,7 +155,7 @@ pub unsafe extern "C" fn kvs_state_seq_save_file(
 /// n_token_count_out may be NULL. Returns the offset behind the state, where appendices begin. 0: failed,
 /// nothing has changed and nothing was written. With tokens_out NULL only the token count is reported, checked
 /// against the size of the file, and no state is loaded; 12 is returned, the size of the header before the
-/// tokens.
+/// tokens. The file is mapped, not read: do not truncate it in place meanwhile (a save of kvstate never does).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_load_file(
     ctx: *mut kvs_context,
@@ -216,7 +219,8 @@ pub unsafe extern "C" fn kvs_state_seq_get_data_ext(
 /// kvs_state_seq_get_data_ext.
 ///
 /// To go back to a checkpoint that was taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY after n positions: restore it,
-/// then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later. No checkpoint is
+/// then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later (or the other way
+/// round). No checkpoint is
 /// needed while kvs_memory_seq_pos_min shows that the window before n is still there.
 ///
 /// The tensors of a state carry no checksum: bytes that were damaged there are restored as they are.

@@ -13,7 +13,7 @@ pub type kvs_status = i32;
 pub const KVS_STATUS_OK: kvs_status = 0;
 /// An argument or a parameter makes no sense; the message names it.
 pub const KVS_STATUS_INVALID_ARGUMENT: kvs_status = 1;
-/// A handle is NULL, freed, or of another kind.
+/// A handle is NULL, or of another kind; a freed one is noticed where its memory still shows it.
 pub const KVS_STATUS_INVALID_HANDLE: kvs_status = 2;
 /// An internal error in an earlier call left the context unusable; kvs_context_free still works.
 pub const KVS_STATUS_POISONED: kvs_status = 3;
@@ -41,7 +41,8 @@ pub const KVS_STATUS_SHIFT_FAILED: kvs_status = 13;
 pub const KVS_STATUS_STALE: kvs_status = 14;
 /// An operating-system call on a file failed.
 pub const KVS_STATUS_IO: kvs_status = 15;
-/// Memory for the cache or a state could not be had.
+/// Memory for the cache or a state could not be had. (Small allocations are not checked: where not even those
+/// can be had, the process ends, as Rust programs do.)
 pub const KVS_STATUS_OUT_OF_MEMORY: kvs_status = 16;
 /// A bug in kvstate was caught at the boundary.
 pub const KVS_STATUS_INTERNAL: kvs_status = 17;

@@ -67,9 +67,9 @@ impl Cells {
         let n = kv_size as usize;
         Ok(Self {
             size: kv_size,
-            pos: filled(n, 0)?,
+            seqs: zeroed(n)?,
+            pos: zeroed(n)?,
             ext: filled(if has_ext { n } else { 0 }, CellExt::default())?,
-            seqs: filled(n, SeqSet::EMPTY)?,
             used: CellSet::new(kv_size),
             index: vec![PosIndex::default(); n_seq_max as usize],
             shift: BTreeMap::new(),
@@ -343,6 +343,12 @@ impl Cells {
         }
         entries
     }
+}
+
+/// `n` zeroes that cost no memory until they are written, or an error where `vec!` would abort.
+fn zeroed<T: bytemuck::Zeroable>(n: usize) -> Result<Vec<T>> {
+    let bytes = (n as u64).saturating_mul(size_of::<T>() as u64);
+    bytemuck::allocation::try_zeroed_vec(n).map_err(|()| Error::OutOfMemory { what: "cell metadata", bytes })
 }
 
 /// `n` values, or an error where `vec!` would abort.

@@ -4,7 +4,7 @@ use super::cell_set::bits;
 use crate::types::{MAX_SEQ, Seq};
 
 /// The sequences that a cell belongs to: one bit for each of [`MAX_SEQ`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, bytemuck::Zeroable, Debug, Default, PartialEq, Eq)]
 pub struct SeqSet([u64; 4]);
 
 impl SeqSet {

@@ -132,11 +132,15 @@ impl Context {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a section that is not there, for a token that makes no sense, and if `row`
-    /// ends before a cell that the token attends to; [`Error::SeqId`].
+    /// is longer than the stream or ends before a cell that the token attends to; [`Error::SeqId`].
     pub fn mask_row(&self, section: usize, token: &UbatchToken<'_>, row: &mut [f32]) -> Result<()> {
         let (stream, meta) = self.check_token(0, token)?;
         let kv = self.kv_cache(section, stream)?;
         let seq: Seq = self.seq(token.seq_ids[0])?;
+        if row.len() > kv.geometry.kv_size as usize {
+            let reason = format!("{}, the section has {} cells", row.len(), kv.geometry.kv_size);
+            return Err(Error::arg("n_kv", reason));
+        }
         let first = kv.geometry.swa.first_unmasked(meta.pos).max(0);
         let seen = PosRange { p0: Pos::try_from(first).unwrap_or(Pos::MAX), p1: i64::from(meta.pos) + 1 };
         let cells = kv.cells(stream);

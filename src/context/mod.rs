@@ -97,6 +97,8 @@ struct DeviceState {
     /// The blob that was given out: another blob is another state.
     metadata: Vec<u8>,
     tensors: Vec<u8>,
+    /// The blob of a partial state may be the beginning of another state's.
+    flags: StateFlags,
 }
 
 /// KV cache and states of a model's sequences. One call at a time; may move between threads.
@@ -364,7 +366,7 @@ impl Context {
             sink.write(&header)?;
             self.memory.state_write(&mut sink, params)?;
             let (len, tensors) = sink.finish()?;
-            self.device_states.insert(seq_id, DeviceState { metadata: dst.to_vec(), tensors });
+            self.device_states.insert(seq_id, DeviceState { metadata: dst.to_vec(), tensors, flags });
             Ok(len)
         } else {
             let mut sink = SliceSink::new(dst);
@@ -388,6 +390,9 @@ impl Context {
         if flags.contains(StateFlags::ON_DEVICE) {
             let gone = |reason| Error::NoDeviceState { seq_id: source_id, reason };
             let state = self.device_states.get(&source_id).ok_or_else(|| gone("none was taken"))?;
+            if flags != state.flags {
+                return Err(gone("the live one was taken with other flags"));
+            }
             if !src.starts_with(&state.metadata) {
                 return Err(gone("a later one has replaced it"));
             }

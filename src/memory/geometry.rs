@@ -123,8 +123,9 @@ impl TensorGeometry {
             Error::arg(
                 format!("{}.n_embd", place()),
                 format!(
-                    "{n_embd} is no multiple of the {} elements of a {ggml_type} block",
-                    ggml_type.block_size()
+                    "{n_embd} is no multiple of the {} elements of a {} block",
+                    ggml_type.block_size(),
+                    ggml_type.name()
                 ),
             )
         })?;
@@ -166,6 +167,11 @@ impl Geometry {
         }
         if !params.swa.is_none() && i32::try_from(params.swa.n_swa()).is_err() {
             return bad("n_swa", format!("{} exceeds the largest position", params.swa.n_swa()));
+        }
+        for (field, n_rot) in [("n_rot_k", params.n_rot_k), ("n_rot_v", params.n_rot_v)] {
+            if n_rot != 0 && !n_rot.is_power_of_two() {
+                return bad(field, format!("{n_rot}, the size of a Hadamard rotation is a power of 2"));
+            }
         }
         let mut k = Vec::with_capacity(params.layers.len());
         let mut v = Vec::with_capacity(params.layers.len());

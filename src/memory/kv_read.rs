@@ -123,7 +123,11 @@ impl KvCache {
             ));
         }
         let has_ext = self.geometry.cell_ext != params.flip_cell_ext;
-        let mut metas = Vec::with_capacity(cell_count as usize);
+        let mut metas = Vec::new();
+        metas.try_reserve_exact(cell_count as usize).map_err(|_| Error::OutOfMemory {
+            what: "the cells of the state",
+            bytes: u64::from(cell_count) * size_of::<CellMeta>() as u64,
+        })?;
         for _ in 0..cell_count {
             let pos = source.metadata.i32("pos")?;
             if pos < 0 {

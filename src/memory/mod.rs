@@ -17,6 +17,7 @@ pub(crate) use kv_read::ReadParams;
 pub(crate) use kv_write::{Scope, WriteParams};
 
 use crate::error::{Error, Result};
+use crate::format::StateVersion;
 use crate::state::{Sink, Source};
 use crate::types::{Pos, PosRange, Seq, StateFlags};
 use kv_read::KvPlan;
@@ -185,14 +186,30 @@ impl Memory {
         plan.map_err(|error| self.explain(error, source, flags, params))
     }
 
-    /// Whether cells have an ext is a property of build and model that a state does not record. If a state that
-    /// does not fit would fit with the other choice, that is what is wrong with it.
+    /// What is really wrong with a state whose fields make no sense: it may be of an older layout, or have the
+    /// other kind of cells, which no field tells. If it fits that way to the last byte, that is the reason.
     fn explain(&self, error: Error, source: &Source<'_>, flags: StateFlags, params: ReadParams) -> Error {
+        let fits = |source: &Source<'_>, params: ReadParams| {
+            self.plan_sections(source.clone(), flags, params, false)
+                .is_ok_and(|plan| plan.end.metadata.left() == 0)
+        };
+        for version in [StateVersion::V3, StateVersion::V2] {
+            let older = Source { version, ..source.clone() };
+            let stated = |rotation| ReadParams { legacy_rotation: Some(rotation), ..params };
+            if source.version == StateVersion::CURRENT
+                && (fits(&older, stated(LegacyRotation::Rotated))
+                    || fits(&older, stated(LegacyRotation::Plain)))
+            {
+                return Error::Mismatch {
+                    what: "older layout",
+                    state: format!("version {}", version.seq_version()),
+                    cache: format!("version {}", StateVersion::CURRENT.seq_version()),
+                    place: "a state in memory has no version field: older ones are read from files".into(),
+                };
+            }
+        }
         let flipped = ReadParams { flip_cell_ext: true, ..params };
-        let fits = self
-            .plan_sections(source.clone(), flags, flipped, false)
-            .is_ok_and(|plan| plan.end.metadata.left() == 0);
-        let Some(kv) = self.kv_caches().next().filter(|_| fits) else { return error };
+        let Some(kv) = self.kv_caches().next().filter(|_| fits(source, flipped)) else { return error };
         let words = |ext: bool| if ext { "x, y and token of each cell" } else { "none" };
         Error::Mismatch {
             what: "mismatched cell ext",

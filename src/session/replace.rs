@@ -17,11 +17,18 @@ pub(super) struct Replacement {
 }
 
 impl Replacement {
-    /// Starts to write what will stand at `path`. Readable by the owner alone: a state is a conversation.
+    /// Starts to write what will stand at `path`, with the permissions of the file that is there. A new one is
+    /// its owner's alone: a state is a conversation.
     pub fn create(path: &Path) -> Result<Self> {
         let path = resolve(path).map_err(|source| io_error("open", path, source))?;
-        let file = create_beside(&path)
-            .map_err(|source| io_error("create a temporary file beside", &path, source))?;
+        let create = || {
+            let file = create_beside(&path)?;
+            if let Ok(old) = fs::metadata(&path) {
+                file.as_file().set_permissions(old.permissions())?;
+            }
+            Ok(file)
+        };
+        let file = create().map_err(|source| io_error("create a temporary file beside", &path, source))?;
         Ok(Self { file, path })
     }
 
@@ -62,18 +69,25 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
     }
 }
 
-/// Creates a file under a random name. Not `tempfile::Builder`: it asks for the current thread's id, whose block
+/// Creates a file under a name that no other process or thread has. Not `tempfile::Builder`: it asks for the current thread's id, whose block
 /// valgrind then reports as possibly lost in every C program that saves a file.
 fn create_beside(path: &Path) -> io::Result<NamedTempFile> {
-    let random = RandomState::new().build_hasher().finish();
     // Absolute, so that it is found again if the process changes its directory meanwhile.
-    let temporary = std::path::absolute(directory(path))?.join(format!(".kvstate-{random:016x}.tmp"));
+    let folder = std::path::absolute(directory(path))?;
     let mut options = File::options();
     options.read(true).write(true).create_new(true);
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    let file = options.open(&temporary)?;
-    Ok(NamedTempFile::from_parts(file, TempPath::try_from_path(temporary)?))
+    loop {
+        // The process id, because a fork inherits the random state; and a name can be left over from a process
+        // that was killed.
+        let random = RandomState::new().build_hasher().finish();
+        let temporary = folder.join(format!(".kvstate-{}-{random:016x}.tmp", std::process::id()));
+        match options.open(&temporary) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            file => return Ok(NamedTempFile::from_parts(file?, TempPath::try_from_path(temporary)?)),
+        }
+    }
 }
 
 fn directory(path: &Path) -> &Path {

@@ -118,6 +118,37 @@ static void reserved_fields_are_zero(void) {
     kvs_context_free(ctx);
 }
 
+static void layouts_without_effect_are_refused(void) {
+    static float memory[64];
+    struct {
+        setup s;
+        const char *reason;
+    } cases[6];
+    for (int i = 0; i < 6; i++) cases[i].s = default_setup(8, 1);
+    cases[0].s.layer.k_cell_stride = 8;
+    cases[0].reason = "layers[0].k: NULL with strides";
+    cases[1].s.layer.v_stream_stride = 64;
+    cases[1].reason = "layers[0].v: NULL with strides";
+    cases[2].s.layer.n_embd_v_gqa = 0;
+    cases[2].s.layer.k = cases[2].s.layer.v = memory;
+    cases[2].reason = "layers[0].v: given, while n_embd_v_gqa is 0";
+    cases[3].s.layer.k = memory;
+    cases[3].s.layer.v = memory + 32;
+    cases[3].s.layer.v_channel_stride = 64;
+    cases[3].reason = "layers[0].v_channel_stride: given, while V is not transposed";
+    cases[4].s.layer.k = (void *)(UINTPTR_MAX - 15);
+    cases[4].s.layer.v = memory;
+    cases[4].reason = "layers[0].k: the address and the streams behind it";
+    cases[5].s.layer.k = memory;
+    cases[5].reason = "layers[0].v: NULL, while other layers";
+    for (int i = 0; i < 6; i++) {
+        kvs_context *ctx = NULL;
+        CHECK(try_new_context(&cases[i].s, &ctx) == KVS_STATUS_INVALID_ARGUMENT);
+        CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, cases[i].reason);
+        CHECK(ctx == NULL);
+    }
+}
+
 static void structs_may_go_once_the_context_is_there(void) {
     setup *s = malloc(sizeof *s);
     CHECK(s != NULL);
@@ -140,4 +171,4 @@ MAIN(CASE(a_size_below_the_first_version_is_refused), CASE(a_struct_that_was_not
      CASE(a_larger_struct_is_accepted_if_what_is_unknown_is_zero),
      CASE(a_larger_struct_is_refused_if_something_unknown_is_set), CASE(init_writes_as_many_bytes_as_it_is_told),
      CASE(the_inline_defaults_are_those_of_the_init_calls), CASE(the_elements_of_an_array_have_one_size),
-     CASE(reserved_fields_are_zero), CASE(structs_may_go_once_the_context_is_there))
+     CASE(reserved_fields_are_zero), CASE(layouts_without_effect_are_refused), CASE(structs_may_go_once_the_context_is_there))

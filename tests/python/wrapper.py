@@ -61,3 +61,14 @@ with kvstate.Context([kvstate.Kv(8, [kvstate.Layer(4, 4)], v_trans=1)], n_seq_ma
     assert ctx.state_set_data(whole) == len(whole) and ctx.seq_pos_max(1) == 8
 
 fails(1, "0 sections", kvstate.Context, [])
+
+
+def broken(section, stream, cells, shifts):
+    raise RuntimeError("no device")
+
+
+# An exception in the callback is no success: K would be saved unrotated. Its traceback is printed.
+with kvstate.Context([kvstate.Kv(8, [kvstate.Layer(4, 4)])], shift=broken) as ctx:
+    ctx.decode(range(5))
+    ctx.seq_add(0, 2, -1, 4)
+    fails(13, "the shift callback returned -1", ctx.state_seq_get_data, 0)

@@ -111,6 +111,12 @@ pub fn read_cell(plane: &Plane, cell: u32) -> Vec<u8> {
     bytes
 }
 
+/// What a stand-in for a rotation does.
+pub fn add_to_byte(byte: *mut u8, n: u8) {
+    // SAFETY: tests pass bytes of a plane, while nobody else uses the plane.
+    unsafe { *byte = (*byte).wrapping_add(n) };
+}
+
 fn cell_len(plane: &Plane) -> usize {
     pieces(plane, 0).iter().map(|&(_, len)| len).sum()
 }
@@ -141,7 +147,7 @@ pub struct Tok {
 
 impl Tok {
     pub fn new(seq: SeqId, pos: Pos) -> Self {
-        Self { pos, ext: CellExt { x: 0, y: 0, tok: 1000 * (seq + 1) + pos }, seqs: vec![seq] }
+        Self { pos, ext: CellExt { x: 0, y: 0, tok: pos.wrapping_add(1000 * (seq + 1)) }, seqs: vec![seq] }
     }
 }
 
