@@ -6,7 +6,7 @@
 
 use std::hint::black_box;
 
-use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use kvstate::context::UbatchToken;
 use kvstate::format::GgmlType;
 use kvstate::memory::{KvParams, LayerParams, TensorParams};
@@ -101,14 +101,10 @@ fn by_cache_size(c: &mut Criterion) {
             });
         });
         group.bench_function(format!("{kv_size}: decode one, cut it"), |b| {
-            b.iter_batched(
-                || (),
-                |()| {
-                    decode(&mut context, 1024..1025, 0);
-                    context.seq_rm(0, 1024, -1).expect("sequence");
-                },
-                BatchSize::SmallInput,
-            );
+            b.iter(|| {
+                decode(&mut context, 1024..1025, 0);
+                context.seq_rm(0, 1024, -1).expect("sequence");
+            });
         });
     }
     group.finish();

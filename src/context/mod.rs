@@ -202,8 +202,9 @@ impl Context {
         if src == dst {
             return Ok(());
         }
+        self.memory.seq_cp(src, dst, PosRange::new(p0, p1))?;
         self.changed();
-        self.memory.seq_cp(src, dst, PosRange::new(p0, p1))
+        Ok(())
     }
 
     /// Removes every other sequence from the stream of `seq_id`; as in llama.cpp, other streams keep theirs.
@@ -228,8 +229,9 @@ impl Context {
             return Ok(());
         }
         self.check_can_shift()?;
+        self.memory.seq_add(seq, range, delta)?;
         self.changed();
-        self.memory.seq_add(seq, range, delta)
+        Ok(())
     }
 
     /// Divides the positions `[p0, p1)` of a sequence by `d >= 1`; as [`Context::seq_add`] otherwise.
@@ -245,8 +247,9 @@ impl Context {
             return Ok(());
         }
         self.check_can_shift()?;
+        self.memory.seq_div(seq, range, d)?;
         self.changed();
-        self.memory.seq_div(seq, range, d)
+        Ok(())
     }
 
     /// Smallest position of a sequence, -1 if it is empty. Of the SWA section, where there is one.

@@ -168,12 +168,6 @@ impl<W: Write> FileSink<W> {
         Self { out, buffer: Vec::new(), written: 0 }
     }
 
-    /// Bytes written so far.
-    #[must_use]
-    pub fn written(&self) -> u64 {
-        self.written + self.buffer.len() as u64
-    }
-
     /// Writes what is buffered; returns the writer and the number of bytes written.
     ///
     /// # Errors
