@@ -17,7 +17,7 @@ build/demo: $(wildcard ffi-examples/cpp/*.cpp ffi-examples/cpp/*.hpp) include/kv
 		target/release/libkvstate.a $(LIBS) -o $@
 
 target/release/libkvstate.a: Cargo.toml $(shell find src -name '*.rs')
-	cargo build --release --quiet
+	cargo build --release --quiet --target-dir target
 
 # Formatting, lints, docs, every test, the suite under AddressSanitizer, valgrind where it is installed.
 test:
