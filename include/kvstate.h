@@ -81,6 +81,9 @@
 // Files older than version 4 were made without rotation.
 #define KVS_LEGACY_ROTATION_PLAIN 2
 
+// The plane is in host memory.
+#define KVS_DEVICE_HOST -1
+
 // A call failed, or something was damaged.
 #define KVS_LOG_ERROR 1
 
@@ -251,12 +254,21 @@ typedef struct kvs_ubatch {
 // K or V of one layer in one stream. Rows: cell c is the row at data + c * cell_stride. Transposed V: channel
 // j of cell c is at data + j * channel_stride + c * cell_stride.
 typedef struct kvs_plane {
-    // Address of cell 0; NULL if the layer has no V.
+    // In a view: the caller's handle of the tensor (ggml_tensor *), which its callbacks get back. NULL in a plane
+    // that kvstate gives out.
+    void *tensor;
+    // Address of cell 0; NULL if the layer has no V. In a view also if the bytes are reached through the callbacks
+    // of kvs_tensor_access alone, whose offsets count from cell 0.
     void *data;
+    // KVS_DEVICE_HOST; any other number is refused. Memory of a device: data is NULL.
+    int32_t device;
     // ggml type.
     int32_t ggml_type;
-    // Elements of one cell.
+    // Elements of one cell, as in a state: a tensor padded beyond them has larger strides. 0: the layer has no
+    // such tensor.
     uint32_t n_embd;
+    // 0.
+    uint32_t reserved;
     // Bytes from one cell to the next.
     uint64_t cell_stride;
     // Bytes from one channel to the next; 0 for rows.
@@ -265,6 +277,8 @@ typedef struct kvs_plane {
 
 // What is known of a cell.
 typedef struct kvs_cell {
+    // Index in its stream.
+    uint32_t idx;
     // Position; -1 if the cell is empty.
     kvs_pos pos;
     // Positions by which K still has to be rotated forward.
@@ -273,10 +287,8 @@ typedef struct kvs_cell {
     kvs_pos x;
     // M-RoPE row.
     kvs_pos y;
-    // Token; -1 if unknown.
+    // Token; -1 if unknown, or if the cell came from an embedding.
     kvs_token tok;
-    // 0.
-    uint32_t reserved;
     // Its sequences: bit s % 64 of seqs[s / 64] for sequence s.
     uint64_t seqs[4];
 } kvs_cell;
@@ -339,6 +351,9 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 
 // A bug in kvstate was caught at the boundary.
 #define KVS_STATUS_INTERNAL 17
+
+// A callback of the caller returned something other than 0.
+#define KVS_STATUS_CALLBACK 18
 
 // The whole state of the sequence.
 #define KVS_STATE_SEQ_FLAGS_NONE 0
@@ -656,6 +671,20 @@ static inline kvs_ubatch kvs_ubatch_default(void) {
     kvs_ubatch ubatch;
     kvs_ubatch_init(&ubatch, sizeof ubatch);
     return ubatch;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_kv_view kvs_kv_view_default(void) {
+    kvs_kv_view view;
+    kvs_kv_view_init(&view, sizeof view);
+    return view;
+}
+
+// NULLs as a value, for initialisers.
+static inline kvs_io kvs_io_default(void) {
+    kvs_io io;
+    kvs_io_init(&io, sizeof io);
+    return io;
 }
 
 #ifdef __cplusplus

@@ -3,6 +3,7 @@
 //! A file is written beside its destination, synced, and renamed over it: after a crash there is the old file
 //! or the new one. A file is read through a mapping: tensors go from the page cache to the cache.
 
+mod compose;
 mod replace;
 mod view;
 
@@ -13,6 +14,8 @@ use crate::error::{Error, Result};
 use crate::format::{Cursor, FileHeader, FileKind, StateVersion, token_bytes, tokens_of};
 use crate::state::{FileSink, Sink, Source};
 use crate::types::{Seq, SeqId, Token};
+pub use compose::{StateFile, StateReader, StateWriter};
+
 use replace::Replacement;
 use view::FileView;
 

@@ -32,3 +32,77 @@ impl<'a> Source<'a> {
         self.tensors.as_mut().unwrap_or(&mut self.metadata).bytes(field, n)
     }
 }
+
+/// A state's metadata in order, wherever it comes from.
+pub trait Input {
+    /// The next bytes.
+    ///
+    /// # Errors
+    /// [`crate::Error::Truncated`], or whatever keeps the input from giving them.
+    fn read(&mut self, field: &'static str, out: &mut [u8]) -> Result<()>;
+
+    /// Bytes that are left; `None` if that cannot be known.
+    fn left(&self) -> Option<u64>;
+
+    /// Bytes read so far.
+    fn offset(&self) -> u64;
+
+    /// Layout of the memory state.
+    fn version(&self) -> StateVersion;
+
+    /// The token list of the file that holds the state.
+    fn tokens(&self) -> &[Token];
+
+    /// The next u32.
+    ///
+    /// # Errors
+    /// As [`Input::read`].
+    fn u32(&mut self, field: &'static str) -> Result<u32> {
+        let mut out = [0; 4];
+        self.read(field, &mut out)?;
+        Ok(u32::from_le_bytes(out))
+    }
+
+    /// The next i32.
+    ///
+    /// # Errors
+    /// As [`Input::read`].
+    fn i32(&mut self, field: &'static str) -> Result<i32> {
+        let mut out = [0; 4];
+        self.read(field, &mut out)?;
+        Ok(i32::from_le_bytes(out))
+    }
+
+    /// The next u64.
+    ///
+    /// # Errors
+    /// As [`Input::read`].
+    fn u64(&mut self, field: &'static str) -> Result<u64> {
+        let mut out = [0; 8];
+        self.read(field, &mut out)?;
+        Ok(u64::from_le_bytes(out))
+    }
+}
+
+impl Input for Source<'_> {
+    fn read(&mut self, field: &'static str, out: &mut [u8]) -> Result<()> {
+        out.copy_from_slice(self.metadata.bytes(field, out.len() as u64)?);
+        Ok(())
+    }
+
+    fn left(&self) -> Option<u64> {
+        Some(self.metadata.left() as u64)
+    }
+
+    fn offset(&self) -> u64 {
+        self.metadata.offset() as u64
+    }
+
+    fn version(&self) -> StateVersion {
+        self.version
+    }
+
+    fn tokens(&self) -> &[Token] {
+        self.tokens
+    }
+}
