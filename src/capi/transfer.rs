@@ -240,6 +240,34 @@ pub unsafe extern "C" fn kvs_state_reader_open_file(
     })
 }
 
+/// Begins to plan a sequence's ON_DEVICE state, whose tensors the caller keeps: src has its metadata alone. It can
+/// be planned, which drops no cell, and kvs_state_reader_tensor_bytes says how many bytes its tensors have; it
+/// cannot be read.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_reader_new_on_device(
+    seq_id: kvs_seq_id,
+    src: *const u8,
+    size: usize,
+    reader_out: *mut *mut kvs_state_reader,
+) -> kvs_status {
+    // SAFETY: the contract of all calls; the header demands that src stays until the reader is freed.
+    status_of(|| unsafe {
+        let out = out("reader_out", reader_out)?;
+        check_seq_id(seq_id)?;
+        let src: &'static [u8] = array("src", src, size)?;
+        let (reader, file, access) = (StateReader::of_device(src)?, None, None);
+        *out = into_tagged(kvs_state_reader { tag: kvs_state_reader::LIVE, reader, file, seq_id, access });
+        Ok(())
+    })
+}
+
+/// Bytes of the tensors planned so far, of a reader of kvs_state_reader_new_on_device; otherwise 0.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_reader_tensor_bytes(reader: *mut kvs_state_reader) -> u64 {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe { with_tagged(reader, |r| Ok(r.reader.tensor_bytes())) })
+}
+
 /// Frees a reader; what was read and not finished is dropped. NULL is fine.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_free(reader: *mut kvs_state_reader) {
@@ -323,11 +351,11 @@ pub unsafe extern "C" fn kvs_state_reader_read(
     })
 }
 
-/// Passes over n bytes, of a tensor of the caller's while the state is planned, say.
+/// Passes over n bytes of a tensor of the caller's, while the state is planned.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvs_state_reader_skip(reader: *mut kvs_state_reader, n: u64) -> kvs_status {
+pub unsafe extern "C" fn kvs_state_reader_skip_tensor(reader: *mut kvs_state_reader, n: u64) -> kvs_status {
     // SAFETY: the contract of all calls.
-    status_of(|| unsafe { with_tagged(reader, |r| r.reader.skip(n)) })
+    status_of(|| unsafe { with_tagged(reader, |r| r.reader.skip_tensor(n)) })
 }
 
 /// The next n bytes go to a tensor of the caller's from offset on, with the batch of kvs_state_reader_finish. data:
@@ -377,7 +405,7 @@ pub unsafe extern "C" fn kvs_state_reader_plan_kv_cache(
 }
 
 /// Does what was planned for the next attention section: its cells are set through apply, its tensors wait for
-/// kvs_state_reader_finish. sinfos_out, sinfos_in: as they were.
+/// kvs_state_reader_finish. sinfos_out: as it was.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_read_kv_cache(
     reader: *mut kvs_state_reader,

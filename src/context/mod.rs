@@ -13,7 +13,7 @@ use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
     KvCache, LegacyRotation, Memory, ReadParams, Scope, SectionParams, Streams, WriteParams,
 };
-use crate::state::{CountSink, DeviceSink, Sink, SliceSink, Source};
+use crate::state::{CountSink, DeviceSink, Sink, SliceSink, Source, Tensors};
 use crate::types::{Pos, PosRange, Seq, SeqId, StateFlags};
 
 /// What a context is made of.
@@ -405,7 +405,7 @@ impl Context {
             }
             source.metadata = Cursor::new(&state.metadata);
             source.metadata.bytes("header", SEQ_BLOB_HEADER_LEN)?;
-            source.tensors = Some(Cursor::new(&state.tensors));
+            source.tensors = Tensors::Beside(Cursor::new(&state.tensors));
         }
         let plan = self.memory.state_plan(&source, flags, self.read_params(scope))?;
         if plan.n_legacy_skipped > 0 {

@@ -5,11 +5,11 @@
 
 use super::geometry::{Geometry, KvParams, Streams};
 use super::kv_cache::{KvPlanes, check_adopted};
-use super::kv_read::{KvPlan, KvState, KvTensor, ReadParams};
+use super::kv_read::{KvPlan, KvTensor, ReadParams};
 use super::kv_write::{Scope, WriteParams};
 use crate::cells::{CellMeta, Cells, Placement};
 use crate::error::{Error, Result};
-use crate::state::{Input, Sink, Source};
+use crate::state::{Input, Sink, Source, Tensors};
 use crate::storage::{Region, Scatter};
 use crate::types::{Pos, Run, Seq, StateFlags};
 
@@ -260,7 +260,12 @@ impl KvView {
         }
         let state = self.geometry.state_read(source, params)?;
         let n_stream = state.n_stream;
-        let plan = self.state_place(state, scope, sinfos_in)?;
+        // Who keeps the tensors gives all of them or none.
+        let may_drop = !matches!(source.tensors, Tensors::Elsewhere(_));
+        let plan = state.place(&self.geometry, scope, |stream, dest, state| {
+            let given = given_at(sinfos_in, state.stream);
+            place(&self.geometry, &*self.cells, stream, dest, &state.metas, given, may_drop)
+        })?;
         let mut slots = self.no_slots();
         for stream in &plan.streams {
             check_given(&self.geometry, given_at(sinfos_in, stream.src), &stream.cells)?;
@@ -268,18 +273,6 @@ impl KvView {
         }
         check_empty_streams(&self.geometry, sinfos_in, n_stream, &slots)?;
         Ok((Some(plan), slots))
-    }
-
-    fn state_place<'a>(
-        &self,
-        state: KvState<'a>,
-        scope: Scope,
-        sinfos_in: Option<&SlotInfos>,
-    ) -> Result<KvPlan<'a>> {
-        state.place(&self.geometry, scope, |stream, dest, state| {
-            let given = given_at(sinfos_in, state.stream);
-            place(&self.geometry, &*self.cells, stream, dest, &state.metas, given, true)
-        })
     }
 
     /// Sets the cells as planned; the data follows with [`KvView::scatter`].

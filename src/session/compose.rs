@@ -12,7 +12,7 @@ use super::with_path;
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, FileHeader, FileKind, StateVersion, token_bytes, tokens_of};
 use crate::memory::{Geometry, KvPlan, KvView, SlotInfos};
-use crate::state::{FileSink, Input, RecordSink, Sink, SliceSink, Source};
+use crate::state::{FileSink, Input, RecordSink, Sink, SliceSink, Source, Tensors};
 use crate::storage::{self, Plane, Region, Scatter};
 use crate::types::{Move, Run, SeqId, StateFlags, Token};
 
@@ -139,7 +139,7 @@ impl StateFile {
         let mut metadata = Cursor::new(self.file.bytes());
         let skipped = metadata.bytes("header", (FileHeader::LEN + 4 * self.tokens.len()) as u64);
         debug_assert!(skipped.is_ok(), "open has read that far");
-        Source { metadata, tensors: None, version: self.version, tokens: &self.tokens }
+        Source { metadata, tensors: Tensors::InPlace, version: self.version, tokens: &self.tokens }
     }
 }
 
@@ -185,6 +185,16 @@ impl<'a> StateReader<'a> {
         let mut metadata = Cursor::new(src);
         format::read_seq_blob_header(&mut metadata)?;
         Ok(Self::of_source(Source::blob(metadata)))
+    }
+
+    /// Reads the metadata of a sequence's `ON_DEVICE` state, whose tensors somebody else keeps: it can be planned,
+    /// not read.
+    ///
+    /// # Errors
+    /// As [`StateReader::of_seq`].
+    pub fn of_device(metadata: &'a [u8]) -> Result<Self> {
+        let Self { source, .. } = Self::of_seq(metadata)?;
+        Ok(Self::of_source(Source { tensors: Tensors::Elsewhere(0), ..source }))
     }
 
     /// Reads the state of a whole context.
@@ -242,12 +252,21 @@ impl<'a> StateReader<'a> {
         Input::read(&mut self.source, "metadata", out)
     }
 
-    /// Passes over bytes.
+    /// Bytes of tensors that were planned so far, of a state whose tensors somebody else keeps; otherwise 0.
+    #[must_use]
+    pub fn tensor_bytes(&self) -> u64 {
+        match self.source.tensors {
+            Tensors::Elsewhere(bytes) => bytes,
+            Tensors::InPlace | Tensors::Beside(_) => 0,
+        }
+    }
+
+    /// Passes over `n` bytes of a tensor.
     ///
     /// # Errors
     /// [`Error::Truncated`].
-    pub fn skip(&mut self, n: u64) -> Result<()> {
-        self.source.metadata.bytes("section", n).map(drop)
+    pub fn skip_tensor(&mut self, n: u64) -> Result<()> {
+        self.source.tensor("tensor", n).map(drop)
     }
 
     /// The next bytes go to a plane of one cell, with the batch.
@@ -288,6 +307,12 @@ impl<'a> StateReader<'a> {
     /// [`Error::InvalidArgument`] if the next section that was planned is another one, what the owner's calls
     /// return.
     pub fn read_kv_cache(&mut self, mut view: KvView) -> Result<SlotInfos> {
+        if matches!(self.source.tensors, Tensors::Elsewhere(_)) {
+            return Err(Error::arg(
+                "reader",
+                "the tensors of this state are not here: it can be planned only",
+            ));
+        }
         let Planned { end, plan, slots, .. } = self
             .planned
             .pop_front_if(|next| {
@@ -300,7 +325,7 @@ impl<'a> StateReader<'a> {
                 )
             })?;
         let offset = self.offset();
-        self.skip((end - offset) as u64)?;
+        self.source.metadata.bytes("section", (end - offset) as u64)?;
         if let Some(plan) = plan {
             view.commit_cells(&plan)?;
             self.pending.push(Pending::Kv(Box::new(view), plan));

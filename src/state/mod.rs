@@ -10,4 +10,4 @@ mod sink;
 mod source;
 
 pub use sink::{CountSink, DeviceSink, FileSink, RecordSink, Sink, SliceSink};
-pub use source::{Input, Source};
+pub use source::{Input, Source, Tensors};

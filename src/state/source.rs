@@ -4,13 +4,24 @@ use crate::error::Result;
 use crate::format::{Cursor, StateVersion};
 use crate::types::Token;
 
+/// Where a state's tensors are.
+#[derive(Clone, Debug)]
+pub enum Tensors<'a> {
+    /// Among the metadata.
+    InPlace,
+    /// One after another beside it: an `ON_DEVICE` blob.
+    Beside(Cursor<'a>),
+    /// Kept by somebody else: they are only counted, in bytes, and read as nothing.
+    Elsewhere(u64),
+}
+
 /// A state that is read once, front to back. Nothing is copied: tensors are slices of the input.
 #[derive(Clone, Debug)]
 pub struct Source<'a> {
     /// The blob, or the metadata of an `ON_DEVICE` blob.
     pub metadata: Cursor<'a>,
-    /// The tensors of an `ON_DEVICE` blob; `None` if they lie among the metadata.
-    pub tensors: Option<Cursor<'a>>,
+    /// Where the tensors are.
+    pub tensors: Tensors<'a>,
     /// Layout of the memory state.
     pub version: StateVersion,
     /// The token list of the file that holds the state; older layouts need it to know a cell's token.
@@ -21,7 +32,7 @@ impl<'a> Source<'a> {
     /// A blob in memory: the current layout, tensors in place.
     #[must_use]
     pub fn blob(metadata: Cursor<'a>) -> Self {
-        Self { metadata, tensors: None, version: StateVersion::CURRENT, tokens: &[] }
+        Self { metadata, tensors: Tensors::InPlace, version: StateVersion::CURRENT, tokens: &[] }
     }
 
     /// The next `n` bytes of tensors.
@@ -29,7 +40,14 @@ impl<'a> Source<'a> {
     /// # Errors
     /// [`crate::Error::Truncated`] if fewer are left.
     pub fn tensor(&mut self, field: &'static str, n: u64) -> Result<&'a [u8]> {
-        self.tensors.as_mut().unwrap_or(&mut self.metadata).bytes(field, n)
+        match &mut self.tensors {
+            Tensors::InPlace => self.metadata.bytes(field, n),
+            Tensors::Beside(tensors) => tensors.bytes(field, n),
+            Tensors::Elsewhere(bytes) => {
+                *bytes = bytes.saturating_add(n);
+                Ok(&[])
+            }
+        }
     }
 }
 
