@@ -113,9 +113,12 @@ class _Ubatch(C.Structure):
 
 class _Plane(C.Structure):
     _fields_ = [
+        ("tensor", C.c_void_p),
         ("data", C.c_void_p),
+        ("device", C.c_int32),
         ("ggml_type", C.c_int32),
         ("n_embd", C.c_uint32),
+        ("reserved", C.c_uint32),
         ("cell_stride", C.c_uint64),
         ("channel_stride", C.c_uint64),
     ]

@@ -84,10 +84,10 @@ static void a_cell_tells_what_it_holds(void) {
     kvs_memory_seq_cp(kvs_get_memory(ctx), 0, 255, 4, -1);
     kvs_cell cell;
     CHECK(kvs_cell_get(ctx, 0, 0, 1, &cell) == KVS_STATUS_OK);
-    CHECK(cell.pos == 4 && cell.shift == 0 && cell.tok == -1 && cell.reserved == 0);
+    CHECK(cell.pos == 4 && cell.shift == 0 && cell.tok == -1 && cell.idx == 1);
     CHECK(cell.seqs[0] == 1 && cell.seqs[1] == 0 && cell.seqs[2] == 0 && cell.seqs[3] == (uint64_t)1 << 63);
     CHECK(kvs_cell_get(ctx, 0, 0, 2, &cell) == KVS_STATUS_OK);
-    CHECK(cell.pos == -1 && cell.seqs[0] == 0 && cell.seqs[3] == 0);
+    CHECK(cell.idx == 2 && cell.pos == -1 && cell.seqs[0] == 0 && cell.seqs[3] == 0);
     kvs_context_free(ctx);
 }
 
