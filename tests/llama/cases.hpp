@@ -148,6 +148,8 @@ const std::vector<Case> cases = {
     {"pending_shift", "llama-dense", "f16/f16", flash | streams, "contiguous"},
     {"pending_shift", "llama-dense", "q8_0/q8_0", flash, "contiguous"},
     {"pending_shift", "gemma3-dense", "f16/f16", swa_full, "contiguous"},
+    {"pending_shift", "gemma3-dense", "f16/f16", swa_full, "short"},
+    {"pending_shift", "cohere2-dense", "f16/f16", swa_full, "short"},
     {"pending_copy", "llama-dense", "f16/f16", streams | small, "contiguous"},
     {"pending_copy", "gemma3-dense", "f16/f16", flash | streams, "contiguous"},
 

@@ -41,7 +41,7 @@ double difference(const Logits &a, const Logits &b) {
 }
 
 // The same cells in another order give the same sums but for rounding: flash attention adds V up in f16.
-double rounding(const Case &the_case) { return the_case.options & flash ? 5e-3 : 1e-5; }
+double rounding(const Case &the_case) { return the_case.options & flash ? 5e-3 : 1e-4; }
 
 std::string apart_text(double apart) {
     char text[32];
@@ -77,8 +77,14 @@ bool has_masked(const Case &the_case) {
     return has_window(model.memory) && model.n_swa < 300 && layout != "short" && layout != "emptied";
 }
 
-// Whether restored cells lie where they lay before the save.
-bool same_cells_in_place(const Case &the_case) { return std::string(the_case.layout) != "holes"; }
+bool is_quantized(const Case &the_case) { return std::string(the_case.types) != "f16/f16"; }
+
+// Whether restored cells, and those that follow, lie where they would without the save. seq_add has the next token
+// search from cell 0, where a window leaves cells to be taken; so does the restore of a whole context.
+bool same_cells_in_place(const Case &the_case) {
+    const std::string layout = the_case.layout;
+    return layout != "holes" && !(layout == "shifted" && has_masked(the_case));
+}
 bool same_cells_fresh(const Case &the_case) {
     return same_cells_in_place(the_case) && (std::string(the_case.layout) != "interleaved" || the_case.options & streams);
 }
@@ -159,7 +165,7 @@ void round_trip_legs(const Case &the_case, const Legs &legs, Report &report) {
     const bool in_place = same_cells_in_place(the_case), fresh = same_cells_fresh(the_case);
     same(the_case, in_place, report, "adapter: restored in place and gone on", mine.logits("in_place"), never);
     same(the_case, fresh, report, "adapter: restored into an empty cache and gone on", mine.logits("fresh"), never);
-    same(the_case, fresh, report, "adapter: the whole context restored and gone on", mine.logits("whole"), never);
+    same(the_case, fresh && !has_masked(the_case), report, "adapter: the whole context restored and gone on", mine.logits("whole"), never);
     same(the_case, in_place, report, "adapter: back at a checkpoint and gone on", mine.logits("checkpoint"), never);
 
     // Positions.
@@ -243,6 +249,11 @@ void compare_stock(const Case &the_case, const Results &stock, Report &report) {
     }
     if (steps == "on_device") {
         report.equal("stock: set_data consumes the state", stock.number("set"), stock.number("size"));
+        if (is_quantized(the_case)) {
+            wrong(the_case, report, "stock: the fault, quantised tensors are not kept", stock.logits("restored"), stock.logits("never"));
+        } else {
+            exact(report, "stock: restored and gone on", stock.logits("restored"), stock.logits("never"));
+        }
     }
     if (steps == "exceptions") {
         report.equal("stock: of exceptions in state_write arrive", stock.number("write_arrived"), stock.number("write_thrown"));
@@ -261,7 +272,8 @@ void compare_legs(const Case &the_case, const Legs &legs, Report &report) {
     }
     if (steps == "pending_shift" || steps == "pending_copy") {
         report.equal("adapter: set_data consumes the state", mine.number("set"), mine.number("size"));
-        exact(report, "adapter: saved before the decode, restored and gone on", mine.logits("restored"), mine.logits("never"));
+        const bool searched_from_0 = steps == "pending_shift" && has_masked(the_case);
+        same(the_case, !searched_from_0, report, "adapter: saved before the decode, restored and gone on", mine.logits("restored"), mine.logits("never"));
         if (steps == "pending_shift") exact(report, "adapter: saved and gone on", mine.logits("saved"), mine.logits("never"));
     }
     if (steps == "refusals" || steps == "on_device_refusals") refused("adapter", mine, report);
@@ -282,10 +294,12 @@ void compare_legs(const Case &the_case, const Legs &legs, Report &report) {
         report.equal("a foreign io is given as many writes as by stock", mine.number("write_calls"), stock.number("write_calls"));
         report.equal("a foreign io gets the bytes of get_data", mine.number("write_equal"), 1);
         report.equal("a foreign io is read to its end", mine.number("read_all"), 1);
-        for (const std::string what : {"write", "read"}) {
-            report.equal("exceptions thrown in state_" + what + " that arrive unharmed, of " + std::to_string(mine.number(what + "_thrown")),
-                         mine.number(what + "_arrived"), mine.number(what + "_thrown"));
-        }
+        report.equal("exceptions that arrive out of state_write as they were thrown", mine.number("write_arrived"), mine.number("write_thrown"));
+        // llama.cpp turns what is thrown while tensors are read into a failure of its own.
+        report.holds("exceptions that arrive out of state_read as they were thrown, at least as many as from stock",
+                     mine.number("read_arrived") >= stock.number("read_arrived"), std::to_string(mine.number("read_arrived")),
+                     "at least " + std::to_string(stock.number("read_arrived")));
+        report.equal("exceptions that arrive out of state_read, or as a failure", mine.number("read_arrived") + mine.number("read_failed"), mine.number("read_thrown"));
         report.equal("an exception in state_write changes nothing", mine.number("write_unchanged"), 1);
         report.equal("an exception in state_read leaves the other sequence", mine.number("other_unchanged"), 1);
         report.equal("a restore after an exception", mine.number("set"), mine.number("size"));

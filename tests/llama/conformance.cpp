@@ -62,6 +62,7 @@ public:
         const int file = open(log.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);
         dup2(file, 1);
         dup2(file, 2);
+        setenv("GGML_NO_BACKTRACE", "1", 1);  // an abort is enough, without a debugger
         if (!preload.empty()) setenv("LD_PRELOAD", preload.c_str(), 1);
         std::vector<char *> argv;
         for (std::string &word : command) argv.push_back(word.data());

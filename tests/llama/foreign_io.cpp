@@ -9,7 +9,9 @@
 #include "llama-io.h"
 #include "llama-memory.h"
 
+#include <algorithm>
 #include <cstring>
+#include <exception>
 
 namespace {
 
@@ -75,19 +77,21 @@ private:
 
 // Every call at first, then some, and the last.
 template <typename Throw> void throw_everywhere(const std::string &what, int n_calls, Throw attempt, Results &out) {
-    int tries = 0, arrived = 0;
+    int tries = 0, arrived = 0, failed = 0;
     for (int at = 1; at <= n_calls; at = at < 80 || at == n_calls ? at + 1 : std::min(at + 37, n_calls)) {
         ++tries;
         try {
             attempt(at);
         } catch (const Thrown &thrown) {
             arrived += thrown.call == at;
-        } catch (...) {
+        } catch (const std::exception &) {
+            ++failed;
         }
     }
     out.put(what + "_calls", n_calls);
     out.put(what + "_thrown", tries);
     out.put(what + "_arrived", arrived);
+    out.put(what + "_failed", failed);
 }
 
 }  // namespace
