@@ -67,6 +67,7 @@ struct Case {
 //   interleaved  60 tokens, every third cell
 //   holes        the same, after its neighbours were removed
 //   shifted      100 tokens, moved by 7 positions, the rotation applied by a decode
+//   image        20 tokens, an image of 4 x 4 cells that share a position (M-RoPE), 20 tokens
 //   emptied      100 tokens, all removed
 const std::vector<Case> cases = {
     // Attention: types, transposition, streams, layouts.
@@ -89,6 +90,8 @@ const std::vector<Case> cases = {
     {"round_trip", "llama-dense", "q4_0/f16", streams, "interleaved"},
     {"round_trip", "qwen2vl-dense", "f16/f16", 0, "interleaved"},
     {"round_trip", "qwen2vl-dense", "f16/f16", flash | streams, "contiguous"},
+    {"round_trip", "qwen2vl-dense", "f16/f16", 0, "image"},
+    {"round_trip", "qwen2vl-dense", "f16/f16", flash | streams, "image"},
     {"round_trip", "deepseek2-moe", "f16/f16", 0, "holes"},
     {"round_trip", "deepseek2-moe", "f16/f16", flash, "contiguous"},
     // Windows.
@@ -102,6 +105,7 @@ const std::vector<Case> cases = {
     {"round_trip", "gemma3-dense", "f16/f16", flash, "short"},
     {"round_trip", "gemma3-dense", "f16/f16", 0, "long"},
     {"round_trip", "gemma3-dense", "f16/f16", flash | streams, "long"},
+    {"round_trip", "gemma3-dense", "f16/f16", swa_full, "long"},
     {"round_trip", "gemma3-dense", "f16/f16", swa_full, "shifted"},
     {"round_trip", "gemma3-dense", "f16/f16", 0, "emptied"},
     {"round_trip", "gemma3-dense", "q8_0/q8_0", flash, "long"},

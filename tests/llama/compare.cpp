@@ -204,6 +204,15 @@ void round_trip_legs(const Case &the_case, const Legs &legs, Report &report) {
     same(the_case, fresh && !has_masked(the_case), report, "adapter: gone on from stock's NONE", took.logits("go_on"), never);
     same(the_case, in_place, report, "adapter: gone on from stock's PARTIAL", took.logits("checkpoint"), never);
 
+    if (model.memory == Memory::iswa) {
+        report.equal("adapter consumes stock's NONE with swa_full the other way", took.number("set_other_swa"), stock.bytes("none").size());
+        close(the_case, report, "adapter: gone on from it", took.logits("other_swa"), never);
+    }
+    if (model.memory == Memory::iswa || model.memory == Memory::attention) {
+        report.equal("adapter consumes stock's NONE with streams the other way", took.number("set_other_streams"), stock.bytes("none").size());
+        close(the_case, report, "adapter: gone on from it", took.logits("other_streams"), never);
+    }
+
     // Stock takes what the adapter wrote.
     const Results &gave = legs.stock_took_adapter;
     report.equal("stock consumes the adapter's NONE", gave.number("set_none"), mine.bytes("none").size());
@@ -212,6 +221,12 @@ void round_trip_legs(const Case &the_case, const Legs &legs, Report &report) {
     report.equal("stock writes the adapter's whole context again", gave.bytes("whole"), mine.bytes("whole"));
     report.equal("stock loads the adapter's slot file", gave.number("load_file"), mine.bytes("slot").size());
     same(the_case, fresh, report, "stock: gone on from the adapter's NONE", gave.logits("go_on"), never);
+    if (model.memory == Memory::iswa) {
+        // A cache of full size has more masked cells than another one has room for.
+        const bool fits = !(the_case.options & swa_full) || mine.number("n_tokens") <= 256;
+        report.equal(std::string("stock ") + (fits ? "consumes" : "refuses, for its SWA cache is too small,") + " the adapter's NONE with swa_full the other way",
+                     gave.number("set_other_swa"), fits ? mine.bytes("none").size() : 0);
+    }
     if (!all_full_attention(model.memory)) {
         report.equal("stock consumes the adapter's PARTIAL", gave.number("set_checkpoint"), mine.bytes("partial").size());
     }

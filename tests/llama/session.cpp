@@ -73,6 +73,32 @@ Logits Session::decode(llama_seq_id seq, llama_pos p0, int n) {
     return Logits(logits, logits + n_vocab_);
 }
 
+bool Session::decode_image(llama_seq_id seq, llama_pos p0, int side) {
+    const int32_t n = side * side;
+    const int32_t n_embd = llama_model_n_embd_inp(llama_get_model(ctx()));
+    llama_batch batch = llama_batch_init(n, n_embd, 1);
+    // M-RoPE: time, row and column of each cell, and a fourth that text has no use for.
+    std::vector<llama_pos> pos(static_cast<size_t>(4 * n), 0);
+    for (int32_t i = 0; i < n; ++i) {
+        pos[i] = p0;
+        pos[n + i] = p0 + i / side;
+        pos[2 * n + i] = p0 + i % side;
+        for (int32_t j = 0; j < n_embd; ++j) {
+            batch.embd[i * n_embd + j] = static_cast<float>(token(seq, i * n_embd + j) - n_vocab_ / 2) / static_cast<float>(n_vocab_);
+        }
+        batch.n_seq_id[i] = 1;
+        batch.seq_id[i][0] = seq;
+        batch.logits[i] = 0;
+    }
+    llama_pos *const own_pos = batch.pos;
+    batch.pos = pos.data();
+    batch.n_tokens = n;
+    const int32_t status = llama_decode(ctx(), batch);
+    batch.pos = own_pos;
+    llama_batch_free(batch);
+    return status == 0;
+}
+
 void Session::fill(const std::string &layout) {
     const auto decoded = [](bool ok) {
         if (!ok) throw std::runtime_error("the prompt could not be decoded");
@@ -87,6 +113,12 @@ void Session::fill(const std::string &layout) {
             llama_memory_seq_rm(memory(), 0, -1, -1);
             llama_memory_seq_rm(memory(), other_seq, -1, -1);
         }
+        return;
+    }
+    if (layout == "image") {
+        decoded(!decode(saved_seq, 0, 20).empty());
+        decoded(decode_image(saved_seq, 20, 4));
+        decoded(!decode(saved_seq, 24, 20).empty());
         return;
     }
     const int n = layout == "short" ? 24 : layout == "long" ? 300 : 100;

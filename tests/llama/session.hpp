@@ -28,6 +28,8 @@ public:
 
     // n tokens of a sequence from position p0; the logits of the last one, nothing if it could not be decoded.
     Logits decode(llama_seq_id seq, llama_pos p0, int n);
+    // side x side embeddings at position p0.
+    bool decode_image(llama_seq_id seq, llama_pos p0, int side);
     void fill(const std::string &layout);
     // Four tokens, one by one, from position p0.
     Logits go_on(llama_seq_id seq, llama_pos p0);

@@ -357,6 +357,15 @@ void take_steps(llama_model *model, const Case &the_case, const Results &from, R
     out.put("partial", session.get(saved_seq, partial_only));
     out.put("go_on", session.go_on(saved_seq, n));
 
+    // A cache of another size, and another number of streams.
+    for (const auto &[name, option] : {std::pair{"other_swa", swa_full}, std::pair{"other_streams", streams}}) {
+        Case other = the_case;
+        other.options ^= option;
+        Session elsewhere(model, other);
+        out.put(std::string("set_") + name, number(elsewhere.set(from.bytes("none"), saved_seq)));
+        out.put(name, elsewhere.go_on(saved_seq, n));
+    }
+
     llama_memory_clear(session.memory(), true);
     out.put("set_whole", number(session.set_whole(from.bytes("whole"))));
     out.put("whole", session.get_whole());
