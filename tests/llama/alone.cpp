@@ -43,7 +43,7 @@ Context context_for(const Case &the_case, const Model &model, const std::vector<
         kv.cell_ext = model.cell_ext;
         kv.n_rot_k = sections[i].n_rot_k;
         kv.n_rot_v = sections[i].n_rot_v;
-        if (i > 0) {
+        if (has_window(model.memory) && i + 1 == sections.size()) {
             kv.swa_type = model.swa_type;
             kv.n_swa = model.n_swa;
         }
@@ -75,16 +75,15 @@ Bytes get(const Context &context, kvs_state_seq_flags flags) {
 
 void alone_takes(const Case &the_case, const std::string &leg, const Results &results, Report &report) {
     const Model &model = *find_model(the_case.model);
-    if (model.memory != Memory::attention && model.memory != Memory::iswa) return;
+    const size_t n_section = attention_sections(model.memory);
+    if (n_section == 0) return;
     const std::string alone = "alone, from " + leg;
     const Bytes state = results.bytes("none");
-    const bool has_v = std::string(model.name) != "deepseek2-moe";
 
     // An empty state does not say what it is a state of: such a cache takes it all the same.
     std::vector<Section> sections;
     Cursor in(state, 8);
-    const size_t n_section = model.memory == Memory::iswa ? 2 : 1;
-    while (sections.size() < n_section) sections.push_back(read_section(in, model.cell_ext, has_v));
+    while (sections.size() < n_section) sections.push_back(read_section(in, model.cell_ext, model.has_v));
     report.equal(alone + ": the sections end where the state does", in.at(), state.size());
     for (Section &section : sections) {
         if (!section.k.empty()) continue;
@@ -93,28 +92,36 @@ void alone_takes(const Case &the_case, const std::string &leg, const Results &re
     const bool empty = sections[0].cells.empty();
 
     const Context context = context_for(the_case, model, sections);
-    report.equal(alone + ": NONE is consumed", kvs_state_seq_set_data(context.get(), state.data(), state.size(), 1), state.size());
+    report.equal(alone + ": NONE is consumed",
+                 kvs_state_seq_set_data(context.get(), state.data(), state.size(), 1), state.size());
     report.equal(alone + ": NONE is written again", get(context, KVS_STATE_SEQ_FLAGS_NONE), state);
     const Bytes partial = results.bytes("partial");
-    if (model.memory == Memory::iswa) {
-        report.equal(alone + ": PARTIAL of what NONE restored", get(context, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY), partial);
+    if (has_window(model.memory)) {
+        report.equal(alone + ": PARTIAL of what NONE restored", get(context, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY),
+                     partial);
     } else {
         report.equal(alone + ": PARTIAL is 8 bytes", get(context, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY).size(), 8);
     }
     report.equal(alone + ": PARTIAL is consumed",
-                 kvs_state_seq_set_data_ext(context.get(), partial.data(), partial.size(), 1, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY), partial.size());
+                 kvs_state_seq_set_data_ext(context.get(), partial.data(), partial.size(), 1,
+                                            KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY),
+                 partial.size());
 
     const std::string slot = results.folder() / "slot.bin", again = results.folder() / "alone_slot.bin";
     std::vector<kvs_token> tokens(512);
     size_t n_token = 0;
-    report.equal(alone + ": the slot file is loaded",
-                 kvs_state_seq_load_file(context.get(), slot.c_str(), 1, tokens.data(), tokens.size(), &n_token), results.bytes("slot").size());
+    report.equal(
+        alone + ": the slot file is loaded",
+        kvs_state_seq_load_file(context.get(), slot.c_str(), 1, tokens.data(), tokens.size(), &n_token),
+        results.bytes("slot").size());
     kvs_state_seq_save_file(context.get(), again.c_str(), 1, tokens.data(), n_token);
-    report.equal(alone + ": the slot file is written again", results.bytes("alone_slot"), results.bytes("slot"));
+    report.equal(alone + ": the slot file is written again", results.bytes("alone_slot"),
+                 results.bytes("slot"));
 
     if (empty) return;
     const Bytes whole = results.bytes("whole");
-    report.equal(alone + ": the whole context is consumed", kvs_state_set_data(context.get(), whole.data(), whole.size()), whole.size());
+    report.equal(alone + ": the whole context is consumed",
+                 kvs_state_set_data(context.get(), whole.data(), whole.size()), whole.size());
     Bytes whole_again(kvs_state_get_size(context.get()));
     whole_again.resize(kvs_state_get_data(context.get(), whole_again.data(), whole_again.size()));
     report.equal(alone + ": the whole context is written again", whole_again, whole);

@@ -14,15 +14,16 @@ class Cursor {
 public:
     Cursor(const Bytes &bytes, size_t at) : bytes_(bytes), at_(at) {}
 
-    template <typename T> T take() {
+    template <typename T>
+    T take() {
         T value;
         std::memcpy(&value, skip(sizeof(T)), sizeof(T));
         return value;
     }
     const uint8_t *skip(uint64_t n) {
         if (n > bytes_.size() - at_) {
-            throw std::runtime_error("the state ends at " + std::to_string(bytes_.size()) + ", " + std::to_string(n) +
-                                     " bytes are wanted from " + std::to_string(at_));
+            throw std::runtime_error("the state ends at " + std::to_string(bytes_.size()) + ", " +
+                                     std::to_string(n) + " bytes are wanted from " + std::to_string(at_));
         }
         at_ += n;
         return bytes_.data() + at_ - n;

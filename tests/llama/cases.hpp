@@ -15,26 +15,27 @@ struct Model {
     uint32_t n_swa;
     uint32_t swa_type;  // KVS_SWA_TYPE_*
     bool cell_ext;
+    bool has_v;  // MLA has none
     const char *arch;
 };
 
 const Model models[] = {
-    {"llama-dense", Memory::attention, 0, 0, false, "llama"},
-    {"qwen2vl-dense", Memory::attention, 0, 0, true, "qwen2vl"},
-    {"deepseek2-moe", Memory::attention, 0, 0, false, "deepseek2"},  // MLA: no V
-    {"gemma3-dense", Memory::iswa, 32, 1, false, "gemma3"},
-    {"cohere2-dense", Memory::iswa, 32, 1, false, "cohere2"},
-    {"gpt-oss-moe", Memory::iswa, 32, 1, false, "gpt-oss"},
-    {"llama4-moe", Memory::iswa, 8192, 2, false, "llama4"},  // chunks longer than the cache: nothing is masked
-    {"mamba-dense", Memory::recurrent, 0, 0, false, "mamba"},
-    {"falcon-h1-dense", Memory::hybrid, 0, 0, false, "falcon-h1"},
-    {"qwen3next-moe", Memory::hybrid, 0, 0, false, "qwen3next"},
-    {"lfm2-dense", Memory::hybrid_iswa, 32, 1, false, "lfm2"},
-    {"qwen4exp-moe", Memory::hybrid_idx, 0, 0, true, "qwen4exp"},
-    {"minimax-m3-moe", Memory::msa, 0, 0, false, "minimax-m3"},
-    {"deepseek32-moe", Memory::dsa, 0, 0, false, "deepseek32"},
-    {"dots3note-moe", Memory::dsa_iswa, 32, 1, false, "dots3note"},
-    {"deepseek4-moe", Memory::dsv4, 32, 1, false, "deepseek4"},
+    {"llama-dense", Memory::attention, 0, 0, false, true, "llama"},
+    {"qwen2vl-dense", Memory::attention, 0, 0, true, true, "qwen2vl"},
+    {"deepseek2-moe", Memory::attention, 0, 0, false, false, "deepseek2"},
+    {"gemma3-dense", Memory::iswa, 32, 1, false, true, "gemma3"},
+    {"cohere2-dense", Memory::iswa, 32, 1, false, true, "cohere2"},
+    {"gpt-oss-moe", Memory::iswa, 32, 1, false, true, "gpt-oss"},
+    {"llama4-moe", Memory::iswa, 8192, 2, false, true, "llama4"},  // chunks longer than the cache: nothing is masked
+    {"mamba-dense", Memory::recurrent, 0, 0, false, true, "mamba"},
+    {"falcon-h1-dense", Memory::hybrid, 0, 0, false, true, "falcon-h1"},
+    {"qwen3next-moe", Memory::hybrid, 0, 0, false, true, "qwen3next"},
+    {"lfm2-dense", Memory::hybrid_iswa, 32, 1, false, true, "lfm2"},
+    {"qwen4exp-moe", Memory::hybrid_idx, 0, 0, true, true, "qwen4exp"},
+    {"minimax-m3-moe", Memory::msa, 0, 0, false, true, "minimax-m3"},
+    {"deepseek32-moe", Memory::dsa, 0, 0, false, false, "deepseek32"},
+    {"dots3note-moe", Memory::dsa_iswa, 32, 1, false, false, "dots3note"},
+    {"deepseek4-moe", Memory::dsv4, 32, 1, false, true, "deepseek4"},
 };
 
 enum Option : unsigned {
@@ -196,7 +197,19 @@ const std::vector<Case> cases = {
 
 const Model *find_model(const std::string &name);
 
-// Whether a section of the memory has a window.
+// How many attention caches the memory is made of; 0: not only of those.
+inline size_t attention_sections(Memory memory) {
+    switch (memory) {
+        case Memory::attention: return 1;
+        case Memory::iswa:
+        case Memory::msa:
+        case Memory::dsa: return 2;
+        case Memory::dsa_iswa: return 3;
+        default: return 0;
+    }
+}
+
+// Whether a section of the memory has a window: if all are attention caches, the last one.
 inline bool has_window(Memory memory) {
     return memory == Memory::iswa || memory == Memory::hybrid_iswa || memory == Memory::dsa_iswa ||
            memory == Memory::dsv4;

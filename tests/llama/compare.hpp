@@ -13,7 +13,8 @@ public:
     explicit Report(std::string name) : name_(std::move(name)) {}
 
     // Both values are printed when they differ.
-    template <typename A, typename B> void equal(const std::string &what, const A &is, const B &should) {
+    template <typename A, typename B>
+    void equal(const std::string &what, const A &is, const B &should) {
         line(is == static_cast<A>(should), what, std::to_string(is), std::to_string(should));
     }
     void equal(const std::string &what, const Bytes &is, const Bytes &should);
@@ -33,8 +34,8 @@ private:
 };
 
 struct Legs {
-    Results stock, adapter;                           // each with its own states
-    Results stock_took_adapter, adapter_took_stock;   // round_trip only: each with the other's
+    Results stock, adapter;                          // each with its own states
+    Results stock_took_adapter, adapter_took_stock;  // round_trip only: each with the other's
 };
 
 void compare_stock(const Case &the_case, const Results &stock, Report &report);

@@ -35,7 +35,8 @@ const Model *find_model(const std::string &name) {
 
 namespace {
 
-int leg(const std::string &steps, const fs::path &model_folder, const Case &the_case, const fs::path &out_folder, const fs::path &from_folder) {
+int leg(const std::string &steps, const fs::path &model_folder, const Case &the_case,
+        const fs::path &out_folder, const fs::path &from_folder) {
     fs::create_directories(out_folder);
     llama_backend_init();
     llama_model_params params = llama_model_default_params();
@@ -94,12 +95,15 @@ struct Run {
     fs::path program, models, out;
     std::string adapter, wrap;
 
-    std::vector<std::string> command(const std::string &steps, const Case &the_case, const fs::path &folder, bool with_adapter, const fs::path &from = {}) const {
+    std::vector<std::string> command(const std::string &steps, const Case &the_case, const fs::path &folder,
+                                     bool with_adapter, const fs::path &from = {}) const {
         fs::create_directories(folder);
         std::vector<std::string> words;
         std::istringstream before(with_adapter ? wrap : "");
         for (std::string word; before >> word;) words.push_back(word);
-        for (const std::string &word : {program.string(), steps, models.string(), the_case.name(), folder.string()}) words.push_back(word);
+        for (const std::string &word :
+             {program.string(), steps, models.string(), the_case.name(), folder.string()})
+            words.push_back(word);
         if (!from.empty()) words.push_back(from.string());
         return words;
     }
@@ -107,7 +111,9 @@ struct Run {
 
 bool ended_well(Report &report, const std::string &leg, Process &process, const fs::path &folder) {
     const std::string end = process.wait();
-    if (!end.empty()) report.holds(leg + " runs to its end", false, end + " (see " + (folder / "log").string() + ")", "exit status 0");
+    if (!end.empty())
+        report.holds(leg + " runs to its end", false, end + " (see " + (folder / "log").string() + ")",
+                     "exit status 0");
     return end.empty();
 }
 
@@ -127,7 +133,8 @@ void run_case(const Run &run, const Case &the_case, Report &report) {
     bool well = true;
     {
         std::optional<Process> second;
-        if (with_adapter) second.emplace(run.command("run", the_case, adapter, true), run.adapter, adapter / "log");
+        if (with_adapter)
+            second.emplace(run.command("run", the_case, adapter, true), run.adapter, adapter / "log");
         if (with_stock) {
             Process first(run.command("run", the_case, stock, false), "", stock / "log");
             well = ended_well(report, "stock", first, stock);
@@ -138,18 +145,25 @@ void run_case(const Run &run, const Case &the_case, Report &report) {
     if (well && with_adapter) {
         if (takes) {
             Process first(run.command("take", the_case, stock_took, false, adapter), "", stock_took / "log");
-            Process second(run.command("take", the_case, adapter_took, true, stock), run.adapter, adapter_took / "log");
+            Process second(run.command("take", the_case, adapter_took, true, stock), run.adapter,
+                           adapter_took / "log");
             well = ended_well(report, "stock with the adapter's states", first, stock_took);
             well = ended_well(report, "adapter with stock's states", second, adapter_took) && well;
         }
-        if (well) compare_legs(the_case, {Results(stock), Results(adapter), Results(stock_took), Results(adapter_took)}, report);
+        if (well)
+            compare_legs(the_case,
+                         {Results(stock), Results(adapter), Results(stock_took), Results(adapter_took)},
+                         report);
     }
     if (report.failed() == 0) fs::remove_all(folder);
 }
 
 int run_all(bool only_small, const fs::path &models, const fs::path &out) {
-    const auto variable = [](const char *name) { return std::string(std::getenv(name) ? std::getenv(name) : ""); };
-    Run run{fs::read_symlink("/proc/self/exe"), models, out, variable("KVSTATE_LLAMA_ADAPTER"), variable("KVSTATE_LLAMA_WRAP")};
+    const auto variable = [](const char *name) {
+        return std::string(std::getenv(name) ? std::getenv(name) : "");
+    };
+    Run run{fs::read_symlink("/proc/self/exe"), models, out, variable("KVSTATE_LLAMA_ADAPTER"),
+            variable("KVSTATE_LLAMA_WRAP")};
     if (run.adapter.empty()) std::puts("skipped: the legs with the adapter, KVSTATE_LLAMA_ADAPTER is not set");
 
     int passed = 0, failed = 0;
@@ -186,7 +200,8 @@ int main(int argc, char **argv) {
     const std::vector<std::string> args(argv + 1, argv + argc);
     try {
         if (args.size() == 1 && args[0] == "list") {
-            for (const Case &the_case : cases) std::printf("%s%s\n", the_case.name().c_str(), the_case.options & small ? " (small)" : "");
+            for (const Case &the_case : cases)
+                std::printf("%s%s\n", the_case.name().c_str(), the_case.options & small ? " (small)" : "");
             return 0;
         }
         if (args.size() == 1 && args[0] == "archs") {
@@ -196,14 +211,18 @@ int main(int argc, char **argv) {
             return 0;
         }
         if (args.size() == 4 && args[0] == "run") return leg("run", args[1], case_named(args[2]), args[3], {});
-        if (args.size() == 5 && args[0] == "take") return leg("take", args[1], case_named(args[2]), args[3], args[4]);
+        if (args.size() == 5 && args[0] == "take")
+            return leg("take", args[1], case_named(args[2]), args[3], args[4]);
         if (args.size() == 2) return run_all(false, args[0], args[1]);
         if (args.size() == 3 && args[0] == "--small") return run_all(true, args[1], args[2]);
     } catch (const std::exception &error) {
         std::fprintf(stderr, "conformance: %s\n", error.what());
         return 1;
     }
-    std::fputs("usage: conformance [--small] MODELS OUT\n       conformance list | archs\n       conformance run MODELS CASE OUT\n"
-               "       conformance take MODELS CASE OUT FROM\n", stderr);
+    std::fputs(
+        "usage: conformance [--small] MODELS OUT\n       conformance list | archs\n       conformance run "
+        "MODELS CASE OUT\n"
+        "       conformance take MODELS CASE OUT FROM\n",
+        stderr);
     return 2;
 }

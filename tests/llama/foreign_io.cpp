@@ -76,7 +76,8 @@ private:
 };
 
 // Every call at first, then some, and the last.
-template <typename Throw> void throw_everywhere(const std::string &what, int n_calls, Throw attempt, Results &out) {
+template <typename Throw>
+void throw_everywhere(const std::string &what, int n_calls, Throw attempt, Results &out) {
     int tries = 0, arrived = 0, failed = 0;
     for (int at = 1; at <= n_calls; at = at < 80 || at == n_calls ? at + 1 : std::min(at + 37, n_calls)) {
         ++tries;
@@ -110,22 +111,28 @@ void exceptions(llama_model *model, const Case &the_case, Results &out) {
     const Bytes state = writer.bytes();
     // The blob is the memory's state behind a magic and the sequence.
     out.put("write_equal", state == Bytes(saved.begin() + 8, saved.end()));
-    throw_everywhere("write", fuse.calls, [&](int at) {
-        Fuse short_fuse{at};
-        Writer throwing(short_fuse);
-        memory->state_write(throwing, saved_seq, 0);
-    }, out);
+    throw_everywhere(
+        "write", fuse.calls,
+        [&](int at) {
+            Fuse short_fuse{at};
+            Writer throwing(short_fuse);
+            memory->state_write(throwing, saved_seq, 0);
+        },
+        out);
     out.put("write_unchanged", session.get(saved_seq) == saved);
 
     Fuse read_fuse;
     Reader reader(state, read_fuse);
     memory->state_read(reader, saved_seq, 0);
     out.put("read_all", reader.n_bytes() == state.size());
-    throw_everywhere("read", read_fuse.calls, [&](int at) {
-        Fuse short_fuse{at};
-        Reader throwing(state, short_fuse);
-        memory->state_read(throwing, saved_seq, 0);
-    }, out);
+    throw_everywhere(
+        "read", read_fuse.calls,
+        [&](int at) {
+            Fuse short_fuse{at};
+            Reader throwing(state, short_fuse);
+            memory->state_read(throwing, saved_seq, 0);
+        },
+        out);
     out.put("other_unchanged", session.get(other_seq) == other);
     out.put("size", static_cast<long long>(saved.size()));
     out.put("set", static_cast<long long>(session.set(saved, saved_seq)));

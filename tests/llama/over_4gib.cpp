@@ -24,8 +24,10 @@ constexpr uint64_t max_resident = 1 << 20;  // KiB
 class Sparse {
 public:
     explicit Sparse(uint64_t size) : size_(size) {
-        data_ = static_cast<uint8_t *>(mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        if (data_ == MAP_FAILED) throw std::runtime_error("no address space for " + std::to_string(size) + " bytes");
+        data_ = static_cast<uint8_t *>(
+            mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+        if (data_ == MAP_FAILED)
+            throw std::runtime_error("no address space for " + std::to_string(size) + " bytes");
         madvise(data_, size, MADV_NOHUGEPAGE);
     }
     ~Sparse() { munmap(data_, size_); }
@@ -93,7 +95,8 @@ void decode(const Context &context, kvs_seq_id seq, uint32_t n) {
     ubatch.pos = pos.data();
     ubatch.seq_id = seq_ids.data();
     kvs_slot *slot = nullptr;
-    if (kvs_slot_prepare(context.get(), &ubatch, &slot) != KVS_STATUS_OK) throw std::runtime_error(kvs_last_error());
+    if (kvs_slot_prepare(context.get(), &ubatch, &slot) != KVS_STATUS_OK)
+        throw std::runtime_error(kvs_last_error());
     const kvs_status status = kvs_slot_commit(context.get(), slot);
     kvs_slot_free(slot);
     if (status != KVS_STATUS_OK) throw std::runtime_error(kvs_last_error());
@@ -109,12 +112,15 @@ void offsets(Report &report) {
     const Context context = context_over(k, v), other = context_over(k2, v2);
     decode(context, 0, n_cell - n);
     decode(context, 1, n);
-    const auto mark = [](uint64_t channel, uint64_t i) { return static_cast<uint8_t>(channel * 7 + i * 13 + 1); };
+    const auto mark = [](uint64_t channel, uint64_t i) {
+        return static_cast<uint8_t>(channel * 7 + i * 13 + 1);
+    };
     for (uint64_t channel = 0; channel < n_channel; ++channel) {
         for (uint64_t i = 0; i < n; ++i) v.data()[at(channel, n_cell - n + i)] = mark(channel, i);
     }
     std::vector<uint8_t> state(kvs_state_seq_get_size(context.get(), 1));
-    report.equal("get_data of a sequence whose V lies beyond 4 GiB", kvs_state_seq_get_data(context.get(), state.data(), state.size(), 1), state.size());
+    report.equal("get_data of a sequence whose V lies beyond 4 GiB",
+                 kvs_state_seq_get_data(context.get(), state.data(), state.size(), 1), state.size());
     uint64_t equal = 0;
     const uint8_t *written = state.data() + state.size() - uint64_t{n_channel} * n * 2;
     for (uint64_t channel = 0; channel < n_channel; ++channel) {
@@ -123,7 +129,8 @@ void offsets(Report &report) {
     report.equal("elements of V in that state that are right", equal, uint64_t{n_channel} * n);
 
     decode(other, 0, n_cell - n);
-    report.equal("set_data of it", kvs_state_seq_set_data(other.get(), state.data(), state.size(), 1), state.size());
+    report.equal("set_data of it", kvs_state_seq_set_data(other.get(), state.data(), state.size(), 1),
+                 state.size());
     equal = 0;
     for (uint64_t channel = 0; channel < n_channel; ++channel) {
         for (uint64_t i = 0; i < n; ++i) equal += v2.data()[at(channel, n_cell - n + i)] == mark(channel, i);
@@ -144,7 +151,8 @@ void sizes(Report &report) {
     decode(context, 0, n_cell);
 
     const uint64_t size = kvs_state_seq_get_size(context.get(), 0);
-    report.holds("get_size is more than 4 GiB", size > v_size && size < v_size + keep_front, std::to_string(size), "a little over " + std::to_string(v_size));
+    report.holds("get_size is more than 4 GiB", size > v_size && size < v_size + keep_front,
+                 std::to_string(size), "a little over " + std::to_string(v_size));
     const Sparse state(size + 4096);
     uint64_t written;
     {
@@ -165,7 +173,8 @@ void sizes(Report &report) {
         consumed = kvs_state_seq_set_data(other.get(), state.data(), size, 1);
     }
     report.equal("set_data of more than 4 GiB", consumed, size);
-    report.equal("the last position after it", kvs_memory_seq_pos_max(kvs_get_memory(other.get()), 1), n_cell - 1);
+    report.equal("the last position after it", kvs_memory_seq_pos_max(kvs_get_memory(other.get()), 1),
+                 n_cell - 1);
     report.equal("the first element of V after it", int{v2.data()[0]}, 11);
     report.equal("the last byte but one of V after it", int{v2.data()[last]}, 22);
     report.equal("the last byte of V after it", int{v2.data()[last + 1]}, 33);
@@ -178,6 +187,7 @@ void over_4gib(Report &report) {
     sizes(report);
     rusage usage{};
     getrusage(RUSAGE_SELF, &usage);
-    report.holds("resident memory stays under 1 GiB (" + std::to_string(usage.ru_maxrss) + " KiB)", static_cast<uint64_t>(usage.ru_maxrss) < max_resident,
+    report.holds("resident memory stays under 1 GiB (" + std::to_string(usage.ru_maxrss) + " KiB)",
+                 static_cast<uint64_t>(usage.ru_maxrss) < max_resident,
                  std::to_string(usage.ru_maxrss) + " KiB", "at most " + std::to_string(max_resident) + " KiB");
 }

@@ -84,7 +84,8 @@ bool Session::decode_image(llama_seq_id seq, llama_pos p0, int side) {
         pos[n + i] = p0 + i / side;
         pos[2 * n + i] = p0 + i % side;
         for (int32_t j = 0; j < n_embd; ++j) {
-            batch.embd[i * n_embd + j] = static_cast<float>(token(seq, i * n_embd + j) - n_vocab_ / 2) / static_cast<float>(n_vocab_);
+            batch.embd[i * n_embd + j] =
+                static_cast<float>(token(seq, i * n_embd + j) - n_vocab_ / 2) / static_cast<float>(n_vocab_);
         }
         batch.n_seq_id[i] = 1;
         batch.seq_id[i][0] = seq;
@@ -164,7 +165,9 @@ Bytes Session::get_whole() {
     return state;
 }
 
-size_t Session::set_whole(const Bytes &state) { return llama_state_set_data(ctx(), state.data(), state.size()); }
+size_t Session::set_whole(const Bytes &state) {
+    return llama_state_set_data(ctx(), state.data(), state.size());
+}
 
 std::vector<Bytes> Session::snapshot() {
     std::vector<Bytes> all;

@@ -30,9 +30,11 @@ void buffer_rules(Session &session, size_t size, Results &out) {
         return std::all_of(buffer.begin() + static_cast<ptrdiff_t>(from), buffer.end(),
                            [](uint8_t byte) { return byte == 0xa5; });
     };
-    out.put("get_short", number(llama_state_seq_get_data_ext(session.ctx(), buffer.data(), size - 1, saved_seq, none)));
+    out.put("get_short",
+            number(llama_state_seq_get_data_ext(session.ctx(), buffer.data(), size - 1, saved_seq, none)));
     out.put("short_untouched", untouched(0));
-    out.put("get_long", number(llama_state_seq_get_data_ext(session.ctx(), buffer.data(), buffer.size(), saved_seq, none)));
+    out.put("get_long",
+            number(llama_state_seq_get_data_ext(session.ctx(), buffer.data(), buffer.size(), saved_seq, none)));
     out.put("long_untouched", untouched(size));
 }
 
@@ -51,7 +53,8 @@ void round_trip(llama_model *model, const Case &the_case, Results &out) {
     const Bytes whole = session.get_whole();
     const std::vector<llama_token> tokens = session.tokens(saved_seq, n);
     const std::string slot = out.folder() / "slot.bin";
-    out.put("save_file", number(llama_state_seq_save_file(session.ctx(), slot.c_str(), saved_seq, tokens.data(), tokens.size())));
+    out.put("save_file", number(llama_state_seq_save_file(session.ctx(), slot.c_str(), saved_seq, tokens.data(),
+                                                          tokens.size())));
     out.put("none", state);
     out.put("partial", partial);
     out.put("whole", whole);
@@ -86,7 +89,8 @@ void round_trip(llama_model *model, const Case &the_case, Results &out) {
     llama_memory_clear(session.memory(), true);
     std::vector<llama_token> loaded(512);
     size_t n_loaded = 0;
-    out.put("load_file", number(llama_state_seq_load_file(session.ctx(), slot.c_str(), saved_seq, loaded.data(), loaded.size(), &n_loaded)));
+    out.put("load_file", number(llama_state_seq_load_file(session.ctx(), slot.c_str(), saved_seq, loaded.data(),
+                                                          loaded.size(), &n_loaded)));
     loaded.resize(n_loaded);
     out.put("load_file_tokens", loaded == tokens);
     out.put("load_file", session.get(saved_seq));
@@ -98,7 +102,8 @@ void round_trip(llama_model *model, const Case &the_case, Results &out) {
 
     llama_memory_clear(session.memory(), true);
     session.fill(the_case.layout);
-    out.put("checkpoint", back_to(session, session.get(saved_seq, partial_only), partial_only, n, out, "checkpoint"));
+    out.put("checkpoint",
+            back_to(session, session.get(saved_seq, partial_only), partial_only, n, out, "checkpoint"));
 }
 
 void cut(llama_model *model, const Case &the_case, Results &out) {
@@ -165,7 +170,8 @@ class Refusals {
 public:
     Refusals(Session &session, Results &out) : session_(session), out_(out), before_(session.snapshot()) {}
 
-    template <typename Restore> void expect(const std::string &what, Restore restore) {
+    template <typename Restore>
+    void expect(const std::string &what, Restore restore) {
         const long long consumed = number(restore());
         const bool unchanged = session_.snapshot() == before_;
         ++tries_[what];
@@ -189,7 +195,9 @@ private:
     std::map<std::string, long long> tries_, refused_, unchanged_;
 };
 
-Bytes first(const Bytes &bytes, size_t n) { return Bytes(bytes.begin(), bytes.begin() + static_cast<ptrdiff_t>(n)); }
+Bytes first(const Bytes &bytes, size_t n) {
+    return Bytes(bytes.begin(), bytes.begin() + static_cast<ptrdiff_t>(n));
+}
 
 // Densely where the headers are, evenly after that, and all but the last byte.
 std::vector<size_t> cuts_of(size_t size) {
@@ -241,7 +249,8 @@ void refusals(llama_model *model, const Case &the_case, Results &out) {
             write_file(path, bytes.data(), bytes.size());
             std::vector<llama_token> loaded(512);
             size_t n_loaded = 0;
-            return llama_state_seq_load_file(session.ctx(), path.c_str(), saved_seq, loaded.data(), capacity, &n_loaded);
+            return llama_state_seq_load_file(session.ctx(), path.c_str(), saved_seq, loaded.data(), capacity,
+                                             &n_loaded);
         };
         for (size_t i = 0; i < 20; ++i) {
             refusals.expect("file_truncated", [&] { return load(first(file, file.size() * i / 20), 512); });
@@ -330,7 +339,8 @@ void on_device_refusals(llama_model *model, const Case &the_case, Results &out) 
         refusals.expect("replaced", [&] { return session.set(replaced, saved_seq, on_device); });
         refusals.expect("device_as_host", [&] { return session.set(live, saved_seq, none); });
         refusals.expect("host_as_device", [&] { return session.set(host, saved_seq, on_device); });
-        refusals.expect("truncated", [&] { return session.set(first(live, live.size() / 2), saved_seq, on_device); });
+        refusals.expect("truncated",
+                        [&] { return session.set(first(live, live.size() / 2), saved_seq, on_device); });
     }
     out.put("size", number(live.size()));
     out.put("set", number(session.set(live, saved_seq, on_device)));
@@ -340,10 +350,14 @@ void on_device_refusals(llama_model *model, const Case &the_case, Results &out) 
 
 void run_steps(llama_model *model, const Case &the_case, Results &out) {
     const std::map<std::string, void (*)(llama_model *, const Case &, Results &)> steps = {
-        {"round_trip", round_trip},     {"cut", cut},
-        {"pending_shift", pending_shift}, {"pending_copy", pending_copy},
-        {"refusals", refusals},         {"on_device", on_device_steps},
-        {"on_device_refusals", on_device_refusals}, {"exceptions", exceptions},
+        {"round_trip", round_trip},
+        {"cut", cut},
+        {"pending_shift", pending_shift},
+        {"pending_copy", pending_copy},
+        {"refusals", refusals},
+        {"on_device", on_device_steps},
+        {"on_device_refusals", on_device_refusals},
+        {"exceptions", exceptions},
     };
     steps.at(the_case.steps)(model, the_case, out);
 }
@@ -374,7 +388,8 @@ void take_steps(llama_model *model, const Case &the_case, const Results &from, R
     const std::string slot = from.folder() / "slot.bin";
     std::vector<llama_token> loaded(512);
     size_t n_loaded = 0;
-    out.put("load_file", number(llama_state_seq_load_file(session.ctx(), slot.c_str(), saved_seq, loaded.data(), loaded.size(), &n_loaded)));
+    out.put("load_file", number(llama_state_seq_load_file(session.ctx(), slot.c_str(), saved_seq, loaded.data(),
+                                                          loaded.size(), &n_loaded)));
     loaded.resize(n_loaded);
     const std::string again = out.folder() / "slot.bin";
     llama_state_seq_save_file(session.ctx(), again.c_str(), saved_seq, loaded.data(), loaded.size());
