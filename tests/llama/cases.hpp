@@ -26,7 +26,7 @@ const Model models[] = {
     {"gemma3-dense", Memory::iswa, 32, 1, false, true, "gemma3"},
     {"cohere2-dense", Memory::iswa, 32, 1, false, true, "cohere2"},
     {"gpt-oss-moe", Memory::iswa, 32, 1, false, true, "gpt-oss"},
-    {"llama4-moe", Memory::iswa, 8192, 2, false, true, "llama4"},  // chunks longer than the cache: nothing is masked
+    {"llama4-moe", Memory::iswa, 8192, 2, false, true, "llama4"},  // chunks
     {"mamba-dense", Memory::recurrent, 0, 0, false, true, "mamba"},
     {"falcon-h1-dense", Memory::hybrid, 0, 0, false, true, "falcon-h1"},
     {"qwen3next-moe", Memory::hybrid, 0, 0, false, true, "qwen3next"},
@@ -68,6 +68,7 @@ struct Case {
 //   interleaved  60 tokens, every third cell
 //   holes        the same, after its neighbours were removed
 //   shifted      100 tokens, moved by 7 positions, the rotation applied by a decode
+//   late         100 tokens from position 8122, over the end of a chunk of llama4's
 //   image        20 tokens, an image of 4 x 4 cells that share a position (M-RoPE), 20 tokens
 //   emptied      100 tokens, all removed
 const std::vector<Case> cases = {
@@ -118,6 +119,8 @@ const std::vector<Case> cases = {
     {"round_trip", "gpt-oss-moe", "f16/f16", flash | streams, "long"},
     {"round_trip", "llama4-moe", "f16/f16", 0, "contiguous"},
     {"round_trip", "llama4-moe", "f16/f16", flash | streams, "interleaved"},
+    {"round_trip", "llama4-moe", "f16/f16", 0, "late"},
+    {"round_trip", "llama4-moe", "f16/f16", flash | streams, "late"},
     // Other memories.
     {"round_trip", "mamba-dense", "f16/f16", small, "contiguous"},
     {"round_trip", "mamba-dense", "f16/f16", streams, "interleaved"},
@@ -146,6 +149,7 @@ const std::vector<Case> cases = {
     {"cut", "cohere2-dense", "f16/f16", swa_full, "contiguous"},
     {"cut", "cohere2-dense", "f16/f16", flash, "contiguous"},
     {"cut", "gpt-oss-moe", "f16/f16", swa_full, "contiguous"},
+    {"cut", "llama4-moe", "f16/f16", swa_full, "late"},
     {"cut", "dots3note-moe", "f16/f16", swa_full, "contiguous"},
 
     // A save between seq_add, or seq_cp to another stream, and the next decode.

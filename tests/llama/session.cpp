@@ -123,7 +123,7 @@ void Session::fill(const std::string &layout) {
         return;
     }
     const int n = layout == "short" ? 24 : layout == "long" ? 300 : 100;
-    decoded(!decode(saved_seq, 0, n).empty());
+    decoded(!decode(saved_seq, first_pos(layout), n).empty());
     if (layout == "shifted") {
         llama_memory_seq_add(memory(), saved_seq, 0, -1, 7);
         decoded(!decode(saved_seq, n + 7, 1).empty());

@@ -16,6 +16,9 @@ constexpr llama_seq_id saved_seq = 1;
 constexpr llama_seq_id other_seq = 2;
 constexpr uint32_t n_seq = 4;
 
+// Where the saved sequence begins.
+inline llama_pos first_pos(const std::string &layout) { return layout == "late" ? 8122 : 0; }
+
 class Session {
 public:
     // n_ctx: cells of a stream.

@@ -51,7 +51,7 @@ void round_trip(llama_model *model, const Case &the_case, Results &out) {
     const Bytes state = session.get(saved_seq);
     const Bytes partial = session.get(saved_seq, partial_only);
     const Bytes whole = session.get_whole();
-    const std::vector<llama_token> tokens = session.tokens(saved_seq, n);
+    const std::vector<llama_token> tokens = session.tokens(saved_seq, 50);
     const std::string slot = out.folder() / "slot.bin";
     out.put("save_file", number(llama_state_seq_save_file(session.ctx(), slot.c_str(), saved_seq, tokens.data(),
                                                           tokens.size())));
@@ -107,7 +107,7 @@ void round_trip(llama_model *model, const Case &the_case, Results &out) {
 }
 
 void cut(llama_model *model, const Case &the_case, Results &out) {
-    constexpr llama_pos prompt = 60;
+    const llama_pos prompt = first_pos(the_case.layout) + 60;
     Session never(model, the_case);
     never.fill(the_case.layout);
     out.put("cut_never", llama_memory_seq_rm(never.memory(), saved_seq, prompt, -1));
