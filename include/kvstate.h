@@ -81,6 +81,9 @@
 // Files older than version 4 were made without rotation.
 #define KVS_LEGACY_ROTATION_PLAIN 2
 
+// The plane is in host memory.
+#define KVS_DEVICE_HOST -1
+
 // A call failed, or something was damaged.
 #define KVS_LOG_ERROR 1
 
@@ -98,6 +101,19 @@ typedef struct kvs_memory kvs_memory;
 
 // Cells for the tokens of a ubatch, as kvs_slot_prepare found them.
 typedef struct kvs_slot kvs_slot;
+
+// A state on its way in. First every section is planned, in write order: read, checked, placed, and nothing
+// changes. Then, from kvs_state_reader_rewind on, the same sections are read in the same order: cells are set,
+// and tensors wait for kvs_state_reader_finish, which copies all of them in one batch.
+//
+// Until it is freed, the bytes of the state stay as they are, and the cache is changed through it alone.
+typedef struct kvs_state_reader kvs_state_reader;
+
+// A state on its way out. Sections are named one after another, in write order; nothing of a tensor is copied
+// before kvs_state_writer_get_data or kvs_state_writer_save_file, which copy all of them in one batch.
+//
+// Until it is freed, nobody writes the tensors that were named and what a view points to stays where it is.
+typedef struct kvs_state_writer kvs_state_writer;
 
 // What a call returns that is not one of llama.cpp's: KVS_STATUS_OK or a reason. kvs_last_error() says more.
 typedef int32_t kvs_status;
@@ -251,12 +267,21 @@ typedef struct kvs_ubatch {
 // K or V of one layer in one stream. Rows: cell c is the row at data + c * cell_stride. Transposed V: channel
 // j of cell c is at data + j * channel_stride + c * cell_stride.
 typedef struct kvs_plane {
-    // Address of cell 0; NULL if the layer has no V.
+    // In a view: the caller's handle of the tensor (ggml_tensor *), which its callbacks get back. NULL in a plane
+    // that kvstate gives out.
+    void *tensor;
+    // Address of cell 0; NULL if the layer has no V. In a view also if the bytes are reached through the callbacks
+    // of kvs_tensor_access alone, whose offsets count from cell 0.
     void *data;
+    // KVS_DEVICE_HOST; any other number is refused. Memory of a device: data is NULL.
+    int32_t device;
     // ggml type.
     int32_t ggml_type;
-    // Elements of one cell.
+    // Elements of one cell, as in a state: a tensor padded beyond them has larger strides. 0: the layer has no
+    // such tensor.
     uint32_t n_embd;
+    // 0.
+    uint32_t reserved;
     // Bytes from one cell to the next.
     uint64_t cell_stride;
     // Bytes from one channel to the next; 0 for rows.
@@ -265,6 +290,8 @@ typedef struct kvs_plane {
 
 // What is known of a cell.
 typedef struct kvs_cell {
+    // Index in its stream.
+    uint32_t idx;
     // Position; -1 if the cell is empty.
     kvs_pos pos;
     // Positions by which K still has to be rotated forward.
@@ -273,13 +300,107 @@ typedef struct kvs_cell {
     kvs_pos x;
     // M-RoPE row.
     kvs_pos y;
-    // Token; -1 if unknown.
+    // Token; -1 if unknown, or if the cell came from an embedding.
     kvs_token tok;
-    // 0.
-    uint32_t reserved;
     // Its sequences: bit s % 64 of seqs[s / 64] for sequence s.
     uint64_t seqs[4];
 } kvs_cell;
+
+// Calls that reach tensors which are in no host memory. They return 0, or anything else to fail; neither throws.
+typedef struct kvs_tensor_access {
+    // Passed back.
+    void *user;
+    // Copies n bytes of the tensor from offset on to dst.
+    int (*get)(void *user, void *tensor, uint64_t offset, uint64_t n, void *dst);
+    // Copies n bytes from src to the tensor from offset on.
+    int (*set)(void *user, void *tensor, uint64_t offset, uint64_t n, const void *src);
+} kvs_tensor_access;
+
+// Takes one cell; 0: go on. Anything else: stop, and return it.
+typedef int (*kvs_visit_each)(void *arg, const struct kvs_cell *cell);
+
+// An attention cache whose cells and tensors are the caller's (llama_kv_cache). Fill with kvs_kv_view_init first.
+//
+// Its callbacks return 0, or anything else to fail, which ends the call with KVS_STATUS_CALLBACK. They must not
+// throw or unwind: catch, keep the exception, and throw it again after the call has returned. They run on the
+// thread of the call, during the call; get of the access also during kvs_state_writer_get_data and _save_file,
+// set during kvs_state_reader_finish.
+typedef struct kvs_kv_view {
+    // sizeof(kvs_kv_view), set by the init call.
+    size_t struct_size;
+    // Passed to visit, apply and clear.
+    void *user;
+    // What the section is called in messages; by default "kv".
+    const char *name;
+    // 1 (unified), or one stream per sequence.
+    uint32_t n_stream;
+    // Cells of each stream.
+    uint32_t kv_size;
+    // Sequences. With several streams, sequence s lives in stream s.
+    uint32_t n_seq_max;
+    // Number of layers.
+    uint32_t n_layer;
+    // Size of the window in positions.
+    uint32_t n_swa;
+    // KVS_SWA_TYPE_* of this cache, never the model's.
+    uint32_t swa_type;
+    // 1: V is transposed.
+    uint32_t v_trans;
+    // Size of the Hadamard rotation applied to K; 0: none.
+    uint32_t n_rot_k;
+    // Size of the Hadamard rotation applied to V; 0: none.
+    uint32_t n_rot_v;
+    // 1: states carry x, y and token of each cell.
+    uint32_t cell_ext;
+    // 1: the cells are another cache's, which saves them. Nothing is written or read.
+    uint32_t shared;
+    // K, stream-major: [n_stream * n_layer].
+    const struct kvs_plane *k;
+    // V, likewise; NULL: no layer has V.
+    const struct kvs_plane *v;
+    // Where the search for free cells starts in each stream: [n_stream]; NULL: at cell 0.
+    const uint32_t *head;
+    // For planes whose data is NULL; all planes have data if this is NULL.
+    const struct kvs_tensor_access *access;
+    // Calls each(arg, cell) once for every cell of seq in stream, or with seq -1 for every used cell, in any
+    // order (ascending is fastest), and returns at once what it returns if that is not 0.
+    int (*visit)(void *user, uint32_t stream, kvs_seq_id seq, kvs_visit_each each, void *arg);
+    // Replaces seq (-1: everything in the stream) by n cells, whose idx says where. They are empty, or the
+    // sequence's own, or hold one other sequence whose window has passed them: that one loses them and all its
+    // older positions (the purge rule of llama_kv_cache::apply_ubatch). ext is set as given, shift is 0, the next
+    // search starts after the last cell. n is 0 for an empty sequence.
+    int (*apply)(void *user, uint32_t stream, kvs_seq_id seq, uint32_t n, const struct kvs_cell *cells);
+    // Removes seq (-1: everything) and zeroes the data of the cells that only it used.
+    int (*clear)(void *user, kvs_seq_id seq);
+} kvs_kv_view;
+
+// Where a state's bytes go to or come from in turns (llama_io_write_i, llama_io_read_i). Fill with kvs_io_init
+// first. The calls return 0, or anything else to fail, which ends the call with KVS_STATUS_CALLBACK; they must
+// not throw or unwind.
+typedef struct kvs_io {
+    // sizeof(kvs_io), set by the init call.
+    size_t struct_size;
+    // Passed back.
+    void *user;
+    // Takes metadata.
+    int (*write)(void *user, const void *src, size_t size);
+    // Takes n bytes of the caller's tensor from offset on.
+    int (*write_tensor)(void *user, void *tensor, uint64_t offset, uint64_t n);
+    // Gives metadata.
+    int (*read)(void *user, void *dst, size_t size);
+    // Moves the next n bytes to the caller's tensor, from offset on.
+    int (*read_tensor)(void *user, void *tensor, uint64_t offset, uint64_t n);
+} kvs_io;
+
+// The cells of one stream of a state, in the order of the state.
+typedef struct kvs_slot_info {
+    // Number of cells, 0 for a stream without.
+    uint32_t n;
+    // As sinfos_out: what idxs has room for, at least kv_size.
+    uint32_t capacity;
+    // The cells.
+    uint32_t *idxs;
+} kvs_slot_info;
 
 // Takes one line without a line end. level: KVS_LOG_*. May be called from any thread that calls the library;
 // must not call the library.
@@ -339,6 +460,9 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 
 // A bug in kvstate was caught at the boundary.
 #define KVS_STATUS_INTERNAL 17
+
+// A callback of the caller returned something other than 0.
+#define KVS_STATUS_CALLBACK 18
 
 // The whole state of the sequence.
 #define KVS_STATE_SEQ_FLAGS_NONE 0
@@ -610,6 +734,160 @@ kvs_status kvs_shift_get(const struct kvs_context *ctx,
 // The engine has rotated K of everything that kvs_shift_get lists, in all streams and sections.
 kvs_status kvs_shift_done(struct kvs_context *ctx);
 
+// Fills a view with defaults: one stream, full attention, no layers.
+kvs_status kvs_kv_view_init(struct kvs_kv_view *view, size_t struct_size);
+
+// Fills an io with NULLs.
+kvs_status kvs_io_init(struct kvs_io *io, size_t struct_size);
+
+// llama_kv_cache::state_write: writes the section of one sequence, or of all with seq_id -1, through io, which
+// needs write and write_tensor. What is selected is up to the flags and the view's own window: docs/semantics.md.
+// A pending shift of K is not applied: do that before.
+kvs_status kvs_kv_cache_state_write(const struct kvs_kv_view *view,
+                                    const struct kvs_io *io,
+                                    kvs_seq_id seq_id,
+                                    kvs_state_seq_flags flags);
+
+// llama_kv_cache::state_read_sinfo: reads the section through io, which needs read and read_tensor, and replaces
+// sequence seq_id, or everything with -1. Cells are searched as docs/semantics.md says, or are those of sinfos_in.
+//
+// sinfos_out and sinfos_in are NULL or have n_stream entries, by stream of the state. sinfos_in: a mirrored cache
+// takes the cells of its source; the state must have as many streams then. sinfos_out: gets the cells used; each
+// entry has room for kv_size.
+//
+// Metadata and tensors come in turns, so this call cannot refuse a bad state before anything changes, as
+// kvs_state_reader_plan_kv_cache does: on failure the destination is empty and its data zero.
+kvs_status kvs_kv_cache_state_read_sinfo(const struct kvs_kv_view *view,
+                                         const struct kvs_io *io,
+                                         kvs_seq_id seq_id,
+                                         kvs_state_seq_flags flags,
+                                         struct kvs_slot_info *sinfos_out,
+                                         const struct kvs_slot_info *sinfos_in);
+
+// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors that are in no host
+// memory, NULL if all are.
+kvs_status kvs_state_writer_new(kvs_seq_id seq_id,
+                                const struct kvs_tensor_access *access,
+                                struct kvs_state_writer **writer_out);
+
+// Frees a writer; NULL is fine.
+void kvs_state_writer_free(struct kvs_state_writer *writer);
+
+// Metadata of a section of the caller's.
+kvs_status kvs_state_writer_write(struct kvs_state_writer *writer, const void *src, size_t size);
+
+// n bytes of a tensor of the caller's from offset on: data is the tensor's address in host memory, or NULL, then
+// they are reached through the access, which gets tensor back.
+kvs_status kvs_state_writer_write_tensor(struct kvs_state_writer *writer,
+                                         void *tensor,
+                                         void *data,
+                                         uint64_t offset,
+                                         uint64_t n);
+
+// An attention section: what kvs_kv_cache_state_write would write.
+kvs_status kvs_state_writer_write_kv_cache(struct kvs_state_writer *writer,
+                                           const struct kvs_kv_view *view,
+                                           kvs_state_seq_flags flags);
+
+// Bytes that kvs_state_writer_get_data writes: those of all sections, and for a sequence the 8 of the header.
+// 0: failed.
+size_t kvs_state_writer_size(struct kvs_state_writer *writer);
+
+// Writes the state to dst, a sequence's with its header; returns the bytes written. 0: failed; dst is untouched if
+// it is too small.
+size_t kvs_state_writer_get_data(struct kvs_state_writer *writer,
+                                 uint8_t *dst,
+                                 size_t size);
+
+// Writes the state and a token list to a file, as kvs_state_seq_save_file does, or kvs_state_save_file for a whole
+// context; returns the size of the file. 0: failed, a file that was there is untouched.
+size_t kvs_state_writer_save_file(struct kvs_state_writer *writer,
+                                  const char *filepath,
+                                  const kvs_token *tokens,
+                                  size_t n_token_count);
+
+// Begins to read the state of a sequence, which will replace seq_id, or with -1 that of a whole context. access: as
+// for kvs_state_writer_new.
+kvs_status kvs_state_reader_new(kvs_seq_id seq_id,
+                                const uint8_t *src,
+                                size_t size,
+                                const struct kvs_tensor_access *access,
+                                struct kvs_state_reader **reader_out);
+
+// Begins to read the state in a file of at most n_token_capacity tokens (sequence files 2 to 4, with seq_id -1
+// whole-context files 9 to 11). The file is mapped, not read: do not truncate it in place meanwhile.
+kvs_status kvs_state_reader_open_file(kvs_seq_id seq_id,
+                                      const char *filepath,
+                                      size_t n_token_capacity,
+                                      const struct kvs_tensor_access *access,
+                                      struct kvs_state_reader **reader_out);
+
+// Begins to plan a sequence's ON_DEVICE state, whose tensors the caller keeps: src has its metadata alone. It can
+// be planned, which drops no cell, and kvs_state_reader_tensor_bytes says how many bytes its tensors have; it
+// cannot be read.
+kvs_status kvs_state_reader_new_on_device(kvs_seq_id seq_id,
+                                          const uint8_t *src,
+                                          size_t size,
+                                          struct kvs_state_reader **reader_out);
+
+// Bytes of the tensors planned so far, of a reader of kvs_state_reader_new_on_device; otherwise 0.
+uint64_t kvs_state_reader_tensor_bytes(struct kvs_state_reader *reader);
+
+// Frees a reader; what was read and not finished is dropped. NULL is fine.
+void kvs_state_reader_free(struct kvs_state_reader *reader);
+
+// The tokens of the file, none for a state in memory: valid until the reader is freed.
+kvs_status kvs_state_reader_tokens(struct kvs_state_reader *reader,
+                                   const kvs_token **tokens_out,
+                                   size_t *n_token_count_out);
+
+// Bytes consumed, from the start of the state in memory or of the file.
+size_t kvs_state_reader_offset(struct kvs_state_reader *reader);
+
+// Bytes that are left.
+size_t kvs_state_reader_left(struct kvs_state_reader *reader);
+
+// Goes back to the first section, to read what was planned.
+kvs_status kvs_state_reader_rewind(struct kvs_state_reader *reader);
+
+// Forgets what was planned and goes back to the first section. legacy_partial: full-attention sections are
+// expected in a partial state, to be checked and dropped. Plan a partial state again like this if bytes are left
+// after it was planned: older llama.cpp wrote them.
+kvs_status kvs_state_reader_restart(struct kvs_state_reader *reader,
+                                    bool legacy_partial);
+
+// Metadata of a section of the caller's.
+kvs_status kvs_state_reader_read(struct kvs_state_reader *reader, void *dst, size_t size);
+
+// Passes over n bytes of a tensor of the caller's, while the state is planned.
+kvs_status kvs_state_reader_skip_tensor(struct kvs_state_reader *reader, uint64_t n);
+
+// The next n bytes go to a tensor of the caller's from offset on, with the batch of kvs_state_reader_finish. data:
+// as for kvs_state_writer_write_tensor.
+kvs_status kvs_state_reader_read_tensor(struct kvs_state_reader *reader,
+                                        void *tensor,
+                                        void *data,
+                                        uint64_t offset,
+                                        uint64_t n);
+
+// Reads, checks and places the next attention section; nothing changes. sinfos_out, sinfos_in: as for
+// kvs_kv_cache_state_read_sinfo.
+kvs_status kvs_state_reader_plan_kv_cache(struct kvs_state_reader *reader,
+                                          const struct kvs_kv_view *view,
+                                          kvs_state_seq_flags flags,
+                                          struct kvs_slot_info *sinfos_out,
+                                          const struct kvs_slot_info *sinfos_in);
+
+// Does what was planned for the next attention section: its cells are set through apply, its tensors wait for
+// kvs_state_reader_finish. sinfos_out: as it was.
+kvs_status kvs_state_reader_read_kv_cache(struct kvs_state_reader *reader,
+                                          const struct kvs_kv_view *view,
+                                          struct kvs_slot_info *sinfos_out);
+
+// Copies the tensors of everything that was read, in one batch. If it fails, cells are set whose data is not
+// there: clear the destination in every section.
+kvs_status kvs_state_reader_finish(struct kvs_state_reader *reader);
+
 // Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process. When it returns,
 // no thread is inside the earlier callback.
 kvs_status kvs_log_set(kvs_log_callback callback,
@@ -656,6 +934,20 @@ static inline kvs_ubatch kvs_ubatch_default(void) {
     kvs_ubatch ubatch;
     kvs_ubatch_init(&ubatch, sizeof ubatch);
     return ubatch;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_kv_view kvs_kv_view_default(void) {
+    kvs_kv_view view;
+    kvs_kv_view_init(&view, sizeof view);
+    return view;
+}
+
+// NULLs as a value, for initialisers.
+static inline kvs_io kvs_io_default(void) {
+    kvs_io io;
+    kvs_io_init(&io, sizeof io);
+    return io;
 }
 
 #ifdef __cplusplus

@@ -47,6 +47,8 @@ pub enum Status {
     OutOfMemory = 16,
     /// A panic was caught at the C boundary: a bug in kvstate.
     Internal = 17,
+    /// A call into the caller failed.
+    Callback = 18,
 }
 
 /// Everything that can go wrong. Each message names the field and both values.
@@ -251,6 +253,14 @@ pub enum Error {
         /// How much.
         bytes: u64,
     },
+    /// A call into the owner of cells, tensors or bytes that failed.
+    #[error("{name} of the caller failed: {code}")]
+    Callback {
+        /// Which call.
+        name: &'static str,
+        /// What it returned.
+        code: i32,
+    },
     /// A caught panic.
     #[error("internal error: {0}")]
     Internal(String),
@@ -291,6 +301,7 @@ impl Error {
             Self::Stale { .. } => Status::Stale,
             Self::Io { .. } => Status::Io,
             Self::OutOfMemory { .. } => Status::OutOfMemory,
+            Self::Callback { .. } => Status::Callback,
             Self::Internal(_) => Status::Internal,
         }
     }

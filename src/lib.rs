@@ -96,7 +96,7 @@
 //! };
 //! let section = SectionParams::Kv { kv: params, planes: Some(planes) };
 //! let mut context = Context::new(ContextParams::new(1, vec![section]))?;
-//! context.clear(true);
+//! context.clear(true)?;
 //! # drop(context);
 //! # let _ = (k, v);
 //! # Ok(())

@@ -80,12 +80,12 @@ fn runs(cache: &Context, section: usize, stream: usize, seq_id: SeqId) -> Vec<Ru
 }
 
 fn empty(engine: &mut Engine) {
-    engine.cache.clear(true);
+    engine.cache.clear(true).unwrap();
 }
 
 /// Nothing is left but sequence 2, with holes of three cells between its own.
 fn leave_holes(engine: &mut Engine) {
-    engine.cache.clear(true);
+    engine.cache.clear(true).unwrap();
     for i in 0..14 {
         engine.decode(1, 3 * i, &tokens(3, 5));
         engine.decode(2, 5 * i, &tokens(5, 6));
@@ -479,7 +479,7 @@ fn a_pending_shift_is_in_the_saved_state() {
 
                 let mut engine = after_a_context_shift(setup);
                 let state = save(&mut engine.cache, 1, NONE);
-                engine.cache.clear(true);
+                engine.cache.clear(true).unwrap();
                 restore(&mut engine.cache, &state, 1, NONE);
                 assert_eq!(engine.cache.pending_shifts(0, usize::from(!unified)).unwrap().count(), 0);
                 assert_eq!(engine.decode(1, N_SHIFTED, &next()), want, "{setup:?}");

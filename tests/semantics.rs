@@ -352,7 +352,7 @@ fn an_on_device_state_is_metadata_survives_clear_and_restores_anywhere() {
     assert_eq!(size, 8 + 2 * (SECTION + 10 * META));
     let plain = save(&mut context, 0, NONE);
     let state = save(&mut context, 0, ON_DEVICE);
-    context.clear(true);
+    context.clear(true).unwrap();
     assert_eq!(context.state_seq_set_data(&state, 3, ON_DEVICE).unwrap(), state.len());
     context.seq_cp(3, 0, -1, -1).unwrap();
     assert_eq!(save(&mut context, 0, NONE), plain);

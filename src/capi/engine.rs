@@ -61,17 +61,29 @@ unsafe impl Params for kvs_ubatch {
     }
 }
 
+/// The plane is in host memory.
+pub const KVS_DEVICE_HOST: i32 = -1;
+
 /// K or V of one layer in one stream. Rows: cell c is the row at data + c * cell_stride. Transposed V: channel
 /// j of cell c is at data + j * channel_stride + c * cell_stride.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvs_plane {
-    /// Address of cell 0; NULL if the layer has no V.
+    /// In a view: the caller's handle of the tensor (ggml_tensor *), which its callbacks get back. NULL in a plane
+    /// that kvstate gives out.
+    pub tensor: *mut c_void,
+    /// Address of cell 0; NULL if the layer has no V. In a view also if the bytes are reached through the callbacks
+    /// of kvs_tensor_access alone, whose offsets count from cell 0.
     pub data: *mut c_void,
+    /// KVS_DEVICE_HOST; any other number is refused. Memory of a device: data is NULL.
+    pub device: i32,
     /// ggml type.
     pub ggml_type: i32,
-    /// Elements of one cell.
+    /// Elements of one cell, as in a state: a tensor padded beyond them has larger strides. 0: the layer has no
+    /// such tensor.
     pub n_embd: u32,
+    /// 0.
+    pub reserved: u32,
     /// Bytes from one cell to the next.
     pub cell_stride: u64,
     /// Bytes from one channel to the next; 0 for rows.
@@ -82,6 +94,8 @@ pub struct kvs_plane {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvs_cell {
+    /// Index in its stream.
+    pub idx: u32,
     /// Position; -1 if the cell is empty.
     pub pos: kvs_pos,
     /// Positions by which K still has to be rotated forward.
@@ -90,10 +104,8 @@ pub struct kvs_cell {
     pub x: kvs_pos,
     /// M-RoPE row.
     pub y: kvs_pos,
-    /// Token; -1 if unknown.
+    /// Token; -1 if unknown, or if the cell came from an embedding.
     pub tok: kvs_token,
-    /// 0.
-    pub reserved: u32,
     /// Its sequences: bit s % 64 of seqs[s / 64] for sequence s.
     pub seqs: [u64; 4],
 }
@@ -246,14 +258,14 @@ pub unsafe extern "C" fn kvs_cell_get(
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
         let found = with_context(ctx, |context| context.cell(section as usize, stream as usize, cell))?;
-        let empty = kvs_cell { pos: -1, shift: 0, x: 0, y: 0, tok: TOKEN_NULL, reserved: 0, seqs: [0; 4] };
+        let empty = kvs_cell { idx: cell, pos: -1, shift: 0, x: 0, y: 0, tok: TOKEN_NULL, seqs: [0; 4] };
         *out("cell_out", cell_out)? = found.map_or(empty, |(meta, shift)| kvs_cell {
+            idx: cell,
             pos: meta.pos,
             shift,
             x: meta.ext.x,
             y: meta.ext.y,
             tok: meta.ext.tok,
-            reserved: 0,
             seqs: meta.seqs.words(),
         });
         Ok(())
@@ -311,9 +323,12 @@ fn plane(plane: &Plane, params: TensorParams) -> kvs_plane {
         PlaneShape::Channels { cell_stride, channel_stride, .. } => (cell_stride, channel_stride),
     };
     kvs_plane {
+        tensor: ptr::null_mut(),
         data: plane.as_ptr().cast(),
+        device: KVS_DEVICE_HOST,
         ggml_type: params.ggml_type.as_i32(),
         n_embd: params.n_embd,
+        reserved: 0,
         cell_stride,
         channel_stride,
     }

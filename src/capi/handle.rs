@@ -90,6 +90,63 @@ pub(super) unsafe fn free_slot(handle: *mut kvs_slot) -> Result<()> {
     Ok(())
 }
 
+/// A handle that starts with a tag.
+pub(super) trait Tagged {
+    const LIVE: u64;
+    const NAME: &'static str;
+    fn tag(&mut self) -> &mut u64;
+}
+
+/// The tag of a handle that a panic left in the middle of a change.
+const POISONED: u64 = 0x6b76_735f_706f_6973;
+
+/// A new handle, owned by the caller.
+pub(super) fn into_tagged<T: Tagged>(handle: T) -> *mut T {
+    Box::into_raw(Box::new(handle))
+}
+
+/// Runs a call on a handle; a panic in it poisons the handle.
+pub(super) unsafe fn with_tagged<T: Tagged, U>(
+    handle: *mut T,
+    call: impl FnOnce(&mut T) -> Result<U>,
+) -> Result<U> {
+    let dead = Error::InvalidHandle { name: T::NAME };
+    if !handle.is_aligned() {
+        return Err(dead);
+    }
+    // SAFETY: aligned; the header demands NULL or a live handle that no other call uses meanwhile.
+    let handle = unsafe { handle.as_mut() }.ok_or(dead)?;
+    match *handle.tag() {
+        tag if tag == T::LIVE => {}
+        POISONED => return Err(Error::Poisoned),
+        _ => return Err(Error::InvalidHandle { name: T::NAME }),
+    }
+    let result = caught(|| call(handle));
+    if matches!(result, Err(Error::Internal(_))) {
+        *handle.tag() = POISONED;
+    }
+    result
+}
+
+/// Frees a handle; NULL is fine.
+pub(super) unsafe fn free_tagged<T: Tagged>(handle: *mut T) -> Result<()> {
+    if handle.is_null() {
+        return Ok(());
+    }
+    if !handle.is_aligned() {
+        return Err(Error::InvalidHandle { name: T::NAME });
+    }
+    // SAFETY: aligned; the header demands a handle that was not freed; it came from a Box.
+    unsafe {
+        if ![T::LIVE, POISONED].contains((*handle).tag()) {
+            return Err(Error::InvalidHandle { name: T::NAME });
+        }
+        *(*handle).tag() = 0;
+        drop(Box::from_raw(handle));
+    }
+    Ok(())
+}
+
 fn check(handle: &kvs_context) -> Result<()> {
     if handle.tag != LIVE {
         return Err(DEAD_CONTEXT);

@@ -17,12 +17,7 @@ pub unsafe extern "C" fn kvs_get_memory(ctx: *const kvs_context) -> kvs_memory_t
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_clear(mem: kvs_memory_t, data: bool) {
     // SAFETY: a memory handle is its context's.
-    value_or((), || unsafe {
-        with_context_mut(mem.cast(), |context| {
-            context.clear(data);
-            Ok(())
-        })
-    });
+    value_or((), || unsafe { with_context_mut(mem.cast(), |context| context.clear(data)) });
 }
 
 /// Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the

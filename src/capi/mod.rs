@@ -15,6 +15,8 @@ mod memory;
 mod params;
 mod state;
 mod status;
+mod transfer;
+mod view;
 
 pub use self::context::*;
 pub use self::engine::*;
@@ -24,3 +26,5 @@ pub use self::log::*;
 pub use self::memory::*;
 pub use self::state::*;
 pub use self::status::*;
+pub use self::transfer::*;
+pub use self::view::*;

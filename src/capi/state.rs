@@ -23,11 +23,11 @@ pub const KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY: kvs_state_seq_flags = 1;
 /// new one replaces it. The state survives kvs_memory_clear.
 pub const KVS_STATE_SEQ_FLAGS_ON_DEVICE: kvs_state_seq_flags = 2;
 
-fn flags_of(flags: kvs_state_seq_flags) -> Result<StateFlags> {
+pub(super) fn flags_of(flags: kvs_state_seq_flags) -> Result<StateFlags> {
     StateFlags::from_bits(flags).ok_or(Error::UnknownFlags { flags, known: StateFlags::all().bits() })
 }
 
-fn size_of_state(size: u64) -> Result<usize> {
+pub(super) fn size_of_state(size: u64) -> Result<usize> {
     usize::try_from(size).map_err(|_| Error::OutOfMemory { what: "the state", bytes: size })
 }
 

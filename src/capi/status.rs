@@ -46,6 +46,8 @@ pub const KVS_STATUS_IO: kvs_status = 15;
 pub const KVS_STATUS_OUT_OF_MEMORY: kvs_status = 16;
 /// A bug in kvstate was caught at the boundary.
 pub const KVS_STATUS_INTERNAL: kvs_status = 17;
+/// A callback of the caller returned something other than 0.
+pub const KVS_STATUS_CALLBACK: kvs_status = 18;
 
 struct LastError {
     status: kvs_status,

@@ -78,6 +78,36 @@ impl Cells {
         })
     }
 
+    /// Cells that somebody else keeps, as far as a search for free cells needs them.
+    ///
+    /// `used` names each used cell once. Only sequences that `is_searched` holds for get positions: the one that
+    /// will be replaced, and with a sliding window all of them.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn of_used(
+        kv_size: u32,
+        n_seq_max: u32,
+        head: u32,
+        used: impl IntoIterator<Item = (u32, CellMeta)>,
+        is_searched: impl Fn(Seq) -> bool,
+    ) -> Result<Self> {
+        let mut cells = Self::new(kv_size, n_seq_max, false)?;
+        let mut entries = vec![Vec::new(); n_seq_max as usize];
+        for (cell, meta) in used {
+            cells.fill(cell, &meta);
+            for seq in meta.seqs.iter().filter(|&seq| is_searched(seq)) {
+                entries[seq.index()].push((meta.pos, cell));
+            }
+        }
+        for (index, entries) in cells.index.iter_mut().zip(&mut entries) {
+            entries.sort_unstable();
+            index.insert_all(entries);
+        }
+        cells.head = head.min(kv_size);
+        Ok(cells)
+    }
+
     /// Number of cells.
     #[must_use]
     pub fn size(&self) -> u32 {

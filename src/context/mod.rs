@@ -13,7 +13,7 @@ use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
     KvCache, LegacyRotation, Memory, ReadParams, Scope, SectionParams, Streams, WriteParams,
 };
-use crate::state::{CountSink, DeviceSink, Sink, SliceSink, Source};
+use crate::state::{CountSink, DeviceSink, Sink, SliceSink, Source, Tensors};
 use crate::types::{Pos, PosRange, Seq, SeqId, StateFlags};
 
 /// What a context is made of.
@@ -175,9 +175,13 @@ impl Context {
     // Sequences
 
     /// Empties every section; with `data` the tensors are zeroed as well. `ON_DEVICE` states survive.
-    pub fn clear(&mut self, data: bool) {
+    ///
+    /// # Errors
+    /// If memory that is reached through calls of its owner cannot be zeroed; no cell is used any more all the
+    /// same.
+    pub fn clear(&mut self, data: bool) -> Result<()> {
         self.changed();
-        self.memory.clear(data);
+        self.memory.clear(data)
     }
 
     /// Removes the positions `[p0, p1)` of a sequence; -1 as `seq_id`, `p0` or `p1` means every sequence, from
@@ -305,7 +309,7 @@ impl Context {
     pub fn shift_done(&mut self) {
         self.changed();
         for kv in self.memory.kv_caches_mut() {
-            (0..kv.streams.n_stream as usize).for_each(|stream| kv.shift_done(stream));
+            (0..kv.geometry.streams.n_stream as usize).for_each(|stream| kv.shift_done(stream));
         }
     }
 
@@ -323,7 +327,7 @@ impl Context {
                 applied.map_err(|reason| Error::ShiftFailed {
                     n_cells: cells.len(),
                     reason,
-                    place: kv.place(stream),
+                    place: kv.geometry.place(stream),
                 })?;
                 kv.shift_done(stream);
             }
@@ -401,7 +405,7 @@ impl Context {
             }
             source.metadata = Cursor::new(&state.metadata);
             source.metadata.bytes("header", SEQ_BLOB_HEADER_LEN)?;
-            source.tensors = Some(Cursor::new(&state.tensors));
+            source.tensors = Tensors::Beside(Cursor::new(&state.tensors));
         }
         let plan = self.memory.state_plan(&source, flags, self.read_params(scope))?;
         if plan.n_legacy_skipped > 0 {

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
 use crate::storage::PlaneShape;
-use crate::types::{MAX_SEQ, Seq, Swa};
+use crate::types::{MAX_SEQ, Seq, StateFlags, Swa};
 
 /// One tensor of a layer: type and width.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,6 +145,9 @@ impl TensorGeometry {
 /// A section's geometry. Invariant: everything in it has been checked against everything else.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Geometry {
+    /// "kv", or "base" and "swa": the section's name in messages.
+    pub name: String,
+    pub streams: Streams,
     pub kv_size: u32,
     pub swa: Swa,
     pub v_trans: bool,
@@ -160,7 +163,7 @@ pub(crate) struct Geometry {
 
 impl Geometry {
     /// Checks `params` of the section called `name`.
-    pub fn new(params: &KvParams, name: &str) -> Result<Self> {
+    pub fn new(params: &KvParams, name: &str, streams: Streams) -> Result<Self> {
         let bad = |field: &str, reason: String| Err(Error::arg(format!("{name}.{field}"), reason));
         if params.kv_size == 0 {
             return bad("kv_size", "0 cells".into());
@@ -193,6 +196,8 @@ impl Geometry {
         let quantized_k = k.iter().any(|t| t.ggml_type.is_quantized());
         let quantized_v = v.iter().flatten().any(|t| t.ggml_type.is_quantized());
         Ok(Self {
+            name: name.to_owned(),
+            streams,
             kv_size: params.kv_size,
             swa: params.swa,
             v_trans: params.v_trans,
@@ -208,5 +213,16 @@ impl Geometry {
 
     pub fn n_layer(&self) -> usize {
         self.k.len()
+    }
+
+    /// Names a stream in messages.
+    pub fn place(&self, stream: usize) -> String {
+        format!("section {}, stream {stream}", self.name)
+    }
+
+    /// Whether the section has bytes in a state with these flags. Full attention is rolled back with
+    /// `seq_rm`, so a partial state has nothing of it, not even `n_stream`.
+    pub fn writes(&self, flags: StateFlags) -> bool {
+        !(flags.contains(StateFlags::PARTIAL_ONLY) && self.swa.is_none())
     }
 }

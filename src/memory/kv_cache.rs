@@ -1,7 +1,5 @@
 //! An attention cache: the cells of its streams, and the planes that hold K and V (`llama_kv_cache`).
 
-use std::sync::Arc;
-
 use super::geometry::{Geometry, KvParams, Streams};
 use crate::cells::{CellMeta, Cells};
 use crate::error::{Error, Result};
@@ -19,13 +17,24 @@ pub struct KvPlanes {
     pub v: Vec<Option<Plane>>,
 }
 
+/// The planes of one stream, one per layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StreamPlanes<'a> {
+    pub k: &'a [Plane],
+    pub v: &'a [Option<Plane>],
+}
+
+impl KvPlanes {
+    pub(super) fn stream(&self, stream: usize, n_layer: usize) -> StreamPlanes<'_> {
+        let layers = stream * n_layer..(stream + 1) * n_layer;
+        StreamPlanes { k: &self.k[layers.clone()], v: &self.v[layers] }
+    }
+}
+
 /// An attention cache, one stream or one per sequence.
 #[derive(Debug)]
 pub(crate) struct KvCache {
-    /// "kv", or "base" and "swa": the section's name in messages.
-    pub name: String,
     pub geometry: Geometry,
-    pub streams: Streams,
     /// One per stream.
     pub(super) cells: Vec<Cells>,
     pub(super) planes: KvPlanes,
@@ -33,21 +42,16 @@ pub(crate) struct KvCache {
 
 impl KvCache {
     /// A cache over the planes given, or over memory of its own, zeroed.
-    pub fn new(name: String, params: &KvParams, planes: Option<KvPlanes>, streams: Streams) -> Result<Self> {
-        let geometry = Geometry::new(params, &name)?;
+    pub fn new(name: &str, params: &KvParams, planes: Option<KvPlanes>, streams: Streams) -> Result<Self> {
+        let geometry = Geometry::new(params, name, streams)?;
         let planes = match planes {
-            Some(planes) => check_adopted(planes, &geometry, streams, &name)?,
-            None => allocate(&geometry, streams)?,
+            Some(planes) => check_adopted(planes, &geometry)?,
+            None => allocate(&geometry)?,
         };
         let cells = (0..streams.n_stream)
             .map(|_| Cells::new(geometry.kv_size, streams.n_seq_max, geometry.cell_ext))
             .collect::<Result<_>>()?;
-        Ok(Self { name, geometry, streams, cells, planes })
-    }
-
-    /// Names a stream in messages.
-    pub fn place(&self, stream: usize) -> String {
-        format!("section {}, stream {stream}", self.name)
+        Ok(Self { geometry, cells, planes })
     }
 
     /// The cells of a stream, which must be below `n_stream`.
@@ -56,11 +60,11 @@ impl KvCache {
     }
 
     pub fn seq_cells(&self, seq: Seq) -> &Cells {
-        &self.cells[self.streams.of(seq)]
+        &self.cells[self.geometry.streams.of(seq)]
     }
 
     fn seq_cells_mut(&mut self, seq: Seq) -> &mut Cells {
-        &mut self.cells[self.streams.of(seq)]
+        &mut self.cells[self.geometry.streams.of(seq)]
     }
 
     /// K of a layer; both indices must be in range.
@@ -73,12 +77,13 @@ impl KvCache {
         self.planes.v[stream * self.geometry.n_layer() + layer].as_ref()
     }
 
-    pub fn clear(&mut self, data: bool) {
+    pub fn clear(&mut self, data: bool) -> Result<()> {
         self.cells.iter_mut().for_each(Cells::clear);
         if data {
-            self.planes.k.iter_mut().for_each(Plane::zero_all);
-            self.planes.v.iter_mut().flatten().for_each(Plane::zero_all);
+            self.planes.k.iter_mut().try_for_each(Plane::zero_all)?;
+            self.planes.v.iter_mut().flatten().try_for_each(Plane::zero_all)?;
         }
+        Ok(())
     }
 
     /// Removes positions of one sequence, or of every sequence.
@@ -94,7 +99,7 @@ impl KvCache {
         let cells = self.seq_cells(src);
         let covers = |pos: Option<Pos>| pos.is_none_or(|pos| range.contains(pos));
         let whole = covers(cells.seq_pos_min(src)) && covers(cells.seq_pos_max(src));
-        if whole || self.streams.of(src) == self.streams.of(dst) {
+        if whole || self.geometry.streams.of(src) == self.geometry.streams.of(dst) {
             return Ok(());
         }
         Err(Error::arg(
@@ -110,7 +115,7 @@ impl KvCache {
 
     /// Shares cells within a stream; between streams copies the sequence, cells and data, at once.
     pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
-        let (s0, s1) = (self.streams.of(src), self.streams.of(dst));
+        let (s0, s1) = (self.geometry.streams.of(src), self.geometry.streams.of(dst));
         if s0 == s1 {
             self.cells[s0].seq_cp(src, dst, range);
             return Ok(());
@@ -167,7 +172,7 @@ impl KvCache {
         slot.ok_or_else(|| Error::NoSlot {
             n_tokens: n_tokens as u64,
             kv_size: self.geometry.kv_size,
-            place: self.place(stream),
+            place: self.geometry.place(stream),
         })
     }
 
@@ -195,9 +200,9 @@ pub(super) fn sorted_cells(entries: &[(Pos, u32)]) -> Vec<u32> {
     cells
 }
 
-fn allocate(geometry: &Geometry, streams: Streams) -> Result<KvPlanes> {
+fn allocate(geometry: &Geometry) -> Result<KvPlanes> {
     let mut planes = KvPlanes::default();
-    for _ in 0..streams.n_stream {
+    for _ in 0..geometry.streams.n_stream {
         let shapes: Vec<_> = geometry
             .k
             .iter()
@@ -211,7 +216,8 @@ fn allocate(geometry: &Geometry, streams: Streams) -> Result<KvPlanes> {
     Ok(planes)
 }
 
-fn check_adopted(planes: KvPlanes, geometry: &Geometry, streams: Streams, name: &str) -> Result<KvPlanes> {
+pub(super) fn check_adopted(planes: KvPlanes, geometry: &Geometry) -> Result<KvPlanes> {
+    let Geometry { name, streams, .. } = geometry;
     let n_layer = geometry.n_layer();
     let want = streams.n_stream as usize * n_layer;
     for (field, got) in [("k", planes.k.len()), ("v", planes.v.len())] {
@@ -254,9 +260,4 @@ fn same_cells(a: PlaneShape, b: PlaneShape) -> bool {
         }
         _ => false,
     }
-}
-
-/// Runs that many planes share.
-pub(super) fn shared_runs(cells: &[u32]) -> Arc<[Run]> {
-    Run::of_sorted(cells).into()
 }

@@ -2,12 +2,12 @@
 
 use std::fmt::Display;
 
-use super::geometry::TensorGeometry;
-use super::kv_cache::KvCache;
+use super::geometry::{Geometry, TensorGeometry};
+use super::kv_cache::{KvCache, KvPlanes};
 use super::kv_write::Scope;
-use crate::cells::{CellMeta, SeqSet};
+use crate::cells::{CellMeta, Placement, SeqSet, Shortage};
 use crate::error::{Error, Result};
-use crate::state::Source;
+use crate::state::{Input, Source};
 use crate::storage::Scatter;
 use crate::types::{CellExt, Move, PosRange, Seq, TOKEN_NULL, Token};
 
@@ -30,17 +30,37 @@ pub(crate) struct ReadParams {
     pub flip_cell_ext: bool,
 }
 
+/// A tensor of a stream, by layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum KvTensor {
+    K(usize),
+    V(usize),
+}
+
+impl KvTensor {
+    fn field(self) -> &'static str {
+        match self {
+            Self::K(_) => "K rows",
+            Self::V(_) => "V",
+        }
+    }
+}
+
 /// A section's bytes, checked against the cache's geometry.
 #[derive(Debug)]
 pub(crate) struct KvState<'a> {
-    /// One per stream of the state.
-    streams: Vec<StreamState<'a>>,
+    /// Streams of the state, those without cells included.
+    pub(super) n_stream: u32,
+    /// Those that hold cells.
+    pub(super) streams: Vec<StreamState<'a>>,
 }
 
-#[derive(Debug, Default)]
-struct StreamState<'a> {
+#[derive(Debug)]
+pub(super) struct StreamState<'a> {
+    /// Its number in the state.
+    pub(super) stream: usize,
     /// One per cell, in the order of the state. In a sequence state every `seqs` is the destination's.
-    metas: Vec<CellMeta>,
+    pub(super) metas: Vec<CellMeta>,
     /// The tensors: K of every layer, then V of every layer that has one.
     tensors: Vec<&'a [u8]>,
 }
@@ -48,26 +68,50 @@ struct StreamState<'a> {
 /// What a commit will do to a section.
 #[derive(Debug)]
 pub(crate) struct KvPlan<'a> {
-    scope: Scope,
-    streams: Vec<StreamPlan<'a>>,
+    pub(super) scope: Scope,
+    pub(super) streams: Vec<StreamPlan<'a>>,
 }
 
 #[derive(Debug)]
-struct StreamPlan<'a> {
-    stream: usize,
+pub(super) struct StreamPlan<'a> {
+    /// Its number in the state.
+    pub(super) src: usize,
+    /// The stream that takes the cells.
+    pub(super) stream: usize,
     /// `metas[i]` goes into `cells[i]`.
-    metas: Vec<CellMeta>,
-    cells: Vec<u32>,
+    pub(super) metas: Vec<CellMeta>,
+    pub(super) cells: Vec<u32>,
     moves: Vec<Move>,
     /// Cells of the state, those that were dropped included.
     n_src: u32,
     tensors: Vec<&'a [u8]>,
 }
 
-impl KvCache {
+impl Geometry {
     /// Reads the section's bytes and checks everything that can be checked without the cells.
     pub fn state_read<'a>(&self, source: &mut Source<'a>, params: ReadParams) -> Result<KvState<'a>> {
-        let n_stream = source.metadata.u32("n_stream")?;
+        let mut streams = Vec::new();
+        let n_stream = self.read_streams(source, params, |source, stream, metas| {
+            let mut tensors = Vec::with_capacity(2 * self.n_layer());
+            self.read_data(source, metas.len(), params, |source, tensor, bytes| {
+                tensors.push(source.tensor(tensor.field(), bytes)?);
+                Ok(())
+            })?;
+            streams.push(StreamState { stream: stream as usize, metas, tensors });
+            Ok(())
+        })?;
+        Ok(KvState { n_stream, streams })
+    }
+
+    /// Reads a section up to the data of each stream that holds cells, for which `each` is called with the
+    /// stream of the state and its cells, in order. Returns the number of streams of the state.
+    pub(super) fn read_streams<I: Input>(
+        &self,
+        input: &mut I,
+        params: ReadParams,
+        mut each: impl FnMut(&mut I, u32, Vec<CellMeta>) -> Result<()>,
+    ) -> Result<u32> {
+        let n_stream = input.u32("n_stream")?;
         let fits = match params.scope {
             Scope::Whole => n_stream == self.streams.n_stream,
             Scope::Seq(_) => (1..=crate::types::MAX_SEQ).contains(&n_stream),
@@ -75,12 +119,10 @@ impl KvCache {
         if !fits {
             return Err(self.mismatch("n_stream mismatch", n_stream, self.streams.n_stream, None));
         }
-        let mut streams = Vec::new();
         let mut holder = None;
         for stream in 0..n_stream {
-            let cell_count = source.metadata.u32("cell_count")?;
+            let cell_count = input.u32("cell_count")?;
             if cell_count == 0 {
-                streams.push(StreamState::default());
                 continue;
             }
             if let (Scope::Seq(_), Some(first)) = (params.scope, holder.replace(stream)) {
@@ -90,77 +132,70 @@ impl KvCache {
                     "one stream in a sequence state",
                 ));
             }
-            let metas = self.read_metadata(source, cell_count, stream, params)?;
-            let tensors = self.read_data(source, cell_count, params)?;
-            streams.push(StreamState { metas, tensors });
+            let metas = self.read_metadata(input, cell_count, stream, params)?;
+            each(input, stream, metas)?;
         }
-        Ok(KvState { streams })
+        Ok(n_stream)
     }
 
+    /// The cells of one stream of a state.
     fn read_metadata(
         &self,
-        source: &mut Source<'_>,
+        input: &mut impl Input,
         cell_count: u32,
         stream: u32,
         params: ReadParams,
     ) -> Result<Vec<CellMeta>> {
         // Nothing is allocated for cells that the input is too short to hold.
         const LEAST_CELL_BYTES: u64 = 12;
-        let most = source.metadata.left() as u64 / LEAST_CELL_BYTES;
-        if u64::from(cell_count) > most {
-            return Err(Error::Truncated {
-                field: "cells",
-                offset: source.metadata.offset() as u64,
-                need: u64::from(cell_count) * LEAST_CELL_BYTES,
-                left: source.metadata.left() as u64,
-            });
+        let need = u64::from(cell_count) * LEAST_CELL_BYTES;
+        let left = input.left();
+        if let Some(left) = left.filter(|&left| left < need) {
+            return Err(Error::Truncated { field: "cells", offset: input.offset(), need, left });
         }
-        if params.scope == Scope::Whole && cell_count > self.geometry.kv_size {
-            return Err(self.no_space(
-                u64::from(cell_count),
-                u64::from(self.geometry.kv_size),
-                stream as usize,
-            ));
+        // Of input whose end is not known, no more is believed than the cache can hold.
+        if (params.scope == Scope::Whole || left.is_none()) && cell_count > self.kv_size {
+            return Err(self.no_space(u64::from(cell_count), u64::from(self.kv_size), stream as usize));
         }
-        let has_ext = self.geometry.cell_ext != params.flip_cell_ext;
+        let has_ext = self.cell_ext != params.flip_cell_ext;
         let mut metas = Vec::new();
         metas.try_reserve_exact(cell_count as usize).map_err(|_| Error::OutOfMemory {
             what: "the cells of the state",
             bytes: u64::from(cell_count) * size_of::<CellMeta>() as u64,
         })?;
         for _ in 0..cell_count {
-            let pos = source.metadata.i32("pos")?;
+            let pos = input.i32("pos")?;
             if pos < 0 {
                 return Err(Error::corrupt("pos", pos, "at least 0"));
             }
-            let n_seq_id = source.metadata.u32("n_seq_id")?;
-            let ext = if has_ext { read_ext(source)? } else { CellExt::default() };
+            let n_seq_id = input.u32("n_seq_id")?;
+            let ext = if has_ext { read_ext(input)? } else { CellExt::default() };
             let seqs = match params.scope {
                 Scope::Seq(dest) => {
                     if n_seq_id != 1 {
                         return Err(Error::corrupt("n_seq_id", n_seq_id, "1 in a sequence state"));
                     }
-                    source.metadata.i32("seq_id")?;
+                    input.i32("seq_id")?;
                     SeqSet::of(dest)
                 }
-                Scope::Whole => self.read_seq_ids(source, n_seq_id, stream)?,
+                Scope::Whole => self.read_seq_ids(input, n_seq_id, stream)?,
             };
             metas.push(CellMeta { pos, ext, seqs });
         }
-        if has_ext && !source.version.ext_has_token() {
-            lift_tokens(&mut metas, source.tokens);
+        if has_ext && !input.version().ext_has_token() {
+            lift_tokens(&mut metas, input.tokens());
         }
         Ok(metas)
     }
 
-    fn read_seq_ids(&self, source: &mut Source<'_>, n_seq_id: u32, stream: u32) -> Result<SeqSet> {
+    fn read_seq_ids(&self, input: &mut impl Input, n_seq_id: u32, stream: u32) -> Result<SeqSet> {
         let n_seq_max = self.streams.n_seq_max;
         if !(1..=n_seq_max).contains(&n_seq_id) {
             return Err(Error::corrupt("n_seq_id", n_seq_id, format_args!("1 to n_seq_max {n_seq_max}")));
         }
         let mut seqs = SeqSet::EMPTY;
         for _ in 0..n_seq_id {
-            let seq_id = source.metadata.i32("seq_id")?;
+            let seq_id = input.i32("seq_id")?;
             let seq = Seq::new(seq_id, n_seq_max).ok_or_else(|| {
                 Error::corrupt("seq_id", seq_id, format_args!("a sequence in [0, {n_seq_max})"))
             })?;
@@ -175,48 +210,49 @@ impl KvCache {
         Ok(seqs)
     }
 
-    fn read_data<'a>(
+    /// Reads the data of a stream of `n_cells` cells; `take` is called with the bytes of each tensor where they
+    /// stand in the input.
+    pub(super) fn read_data<I: Input>(
         &self,
-        source: &mut Source<'a>,
-        cell_count: u32,
+        input: &mut I,
+        n_cells: usize,
         params: ReadParams,
-    ) -> Result<Vec<&'a [u8]>> {
-        let geometry = &self.geometry;
-        let v_trans = source.metadata.u32("v_trans")?;
-        let n_layer = source.metadata.u32("n_layer")?;
-        if n_layer as usize != geometry.n_layer() {
-            return Err(self.mismatch("mismatched layer count", n_layer, geometry.n_layer(), None));
+        mut take: impl FnMut(&mut I, KvTensor, u64) -> Result<()>,
+    ) -> Result<()> {
+        let v_trans = input.u32("v_trans")?;
+        let n_layer = input.u32("n_layer")?;
+        if n_layer as usize != self.n_layer() {
+            return Err(self.mismatch("mismatched layer count", n_layer, self.n_layer(), None));
         }
-        if v_trans != u32::from(geometry.v_trans) {
-            let cache = u32::from(geometry.v_trans);
+        if v_trans != u32::from(self.v_trans) {
+            let cache = u32::from(self.v_trans);
             return Err(self.mismatch("incompatible V transposition", v_trans, cache, None));
         }
-        if source.version.has_rotation() {
-            let n_rot_k = source.metadata.u32("n_rot_k")?;
-            let n_rot_v = source.metadata.u32("n_rot_v")?;
-            if n_rot_k != geometry.n_rot_k {
-                return Err(self.mismatch("incompatible key rotation", n_rot_k, geometry.n_rot_k, None));
+        if input.version().has_rotation() {
+            let n_rot_k = input.u32("n_rot_k")?;
+            let n_rot_v = input.u32("n_rot_v")?;
+            if n_rot_k != self.n_rot_k {
+                return Err(self.mismatch("incompatible key rotation", n_rot_k, self.n_rot_k, None));
             }
-            if n_rot_v != geometry.n_rot_v {
-                return Err(self.mismatch("incompatible value rotation", n_rot_v, geometry.n_rot_v, None));
+            if n_rot_v != self.n_rot_v {
+                return Err(self.mismatch("incompatible value rotation", n_rot_v, self.n_rot_v, None));
             }
         } else {
-            self.check_legacy_rotation(source, params.legacy_rotation)?;
+            self.check_legacy_rotation(input, params.legacy_rotation)?;
         }
 
-        let n = u64::from(cell_count);
-        let mut tensors = Vec::with_capacity(2 * geometry.n_layer());
-        for (layer, k) in geometry.k.iter().enumerate() {
-            self.check_type(source, k, layer, "mismatched key type")?;
-            self.check_row_size(source, k, layer, "mismatched key row size")?;
-            tensors.push(source.tensor("K rows", bytes_of(n, k)?)?);
+        let n = n_cells as u64;
+        for (layer, k) in self.k.iter().enumerate() {
+            self.check_type(input, k, layer, "mismatched key type")?;
+            self.check_row_size(input, k, layer, "mismatched key row size")?;
+            take(input, KvTensor::K(layer), bytes_of(n, k)?)?;
         }
-        for (layer, v) in geometry.v.iter().enumerate() {
+        for (layer, v) in self.v.iter().enumerate() {
             let Some(v) = v else { continue };
-            self.check_type(source, v, layer, "mismatched value type")?;
-            if geometry.v_trans {
-                let elem = source.metadata.u32("value element size")?;
-                let n_embd = source.metadata.u32("n_embd_v_gqa")?;
+            self.check_type(input, v, layer, "mismatched value type")?;
+            if self.v_trans {
+                let elem = input.u32("value element size")?;
+                let n_embd = input.u32("n_embd_v_gqa")?;
                 if elem != v.ggml_type.type_size() {
                     let cache = v.ggml_type.type_size();
                     return Err(self.mismatch("mismatched value element size", elem, cache, Some(layer)));
@@ -230,21 +266,21 @@ impl KvCache {
                     ));
                 }
             } else {
-                self.check_row_size(source, v, layer, "mismatched value row size")?;
+                self.check_row_size(input, v, layer, "mismatched value row size")?;
             }
-            tensors.push(source.tensor("V", bytes_of(n, v)?)?);
+            take(input, KvTensor::V(layer), bytes_of(n, v)?)?;
         }
-        Ok(tensors)
+        Ok(())
     }
 
     fn check_type(
         &self,
-        source: &mut Source<'_>,
+        input: &mut impl Input,
         tensor: &TensorGeometry,
         layer: usize,
         what: &'static str,
     ) -> Result<()> {
-        let number = source.metadata.i32("ggml type")?;
+        let number = input.i32("ggml type")?;
         if number == tensor.ggml_type.as_i32() {
             return Ok(());
         }
@@ -254,12 +290,12 @@ impl KvCache {
 
     fn check_row_size(
         &self,
-        source: &mut Source<'_>,
+        input: &mut impl Input,
         tensor: &TensorGeometry,
         layer: usize,
         what: &'static str,
     ) -> Result<()> {
-        let row_size = source.metadata.u64("row_size")?;
+        let row_size = input.u64("row_size")?;
         if row_size == tensor.row_size {
             return Ok(());
         }
@@ -268,20 +304,19 @@ impl KvCache {
 
     /// Since April 2026 llama.cpp rotates quantised caches by default, but files record it only from version 4:
     /// the same bytes mean one thing or the other, and only the caller can know which.
-    fn check_legacy_rotation(&self, source: &Source<'_>, stated: Option<LegacyRotation>) -> Result<()> {
-        let geometry = &self.geometry;
+    fn check_legacy_rotation(&self, input: &impl Input, stated: Option<LegacyRotation>) -> Result<()> {
         let sides = [
-            ("incompatible key rotation", geometry.may_rotate_k, geometry.n_rot_k),
-            ("incompatible value rotation", geometry.may_rotate_v, geometry.n_rot_v),
+            ("incompatible key rotation", self.may_rotate_k, self.n_rot_k),
+            ("incompatible value rotation", self.may_rotate_v, self.n_rot_v),
         ];
         for (what, _, n_rot) in sides.into_iter().filter(|&(_, may_rotate, _)| may_rotate) {
             match stated {
                 None => {
                     return Err(Error::RotationUnstated {
-                        version: source.version.seq_version(),
+                        version: input.version().seq_version(),
                         place: format!("section {}", self.name),
-                        n_rot_k: geometry.n_rot_k,
-                        n_rot_v: geometry.n_rot_v,
+                        n_rot_k: self.n_rot_k,
+                        n_rot_v: self.n_rot_v,
                     });
                 }
                 Some(LegacyRotation::Rotated) if n_rot == 0 => {
@@ -296,65 +331,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Finds cells for a state. Changes nothing.
-    pub fn state_place<'a>(&self, state: KvState<'a>, scope: Scope) -> Result<KvPlan<'a>> {
-        let mut streams = Vec::new();
-        for (i, StreamState { metas, tensors }) in state.streams.into_iter().enumerate() {
-            if metas.is_empty() {
-                continue;
-            }
-            let n_src = u32::try_from(metas.len()).unwrap_or(u32::MAX);
-            let plan = match scope {
-                Scope::Whole => {
-                    let moves = vec![Move { src: 0, dst: 0, len: n_src }];
-                    StreamPlan { stream: i, cells: (0..n_src).collect(), metas, moves, n_src, tensors }
-                }
-                Scope::Seq(dest) => {
-                    let stream = self.streams.of(dest);
-                    let placement = self.cells[stream]
-                        .place(Some(dest), &metas, self.geometry.swa, true)
-                        .map_err(|shortage| self.no_space(shortage.need, shortage.free, stream))?;
-                    let pairs = placement.kept.iter().copied().zip(placement.cells.iter().copied());
-                    let moves = Move::of_pairs(pairs);
-                    let metas = placement.kept.iter().map(|&i| metas[i as usize]).collect();
-                    StreamPlan { stream, metas, cells: placement.cells, moves, n_src, tensors }
-                }
-            };
-            streams.push(plan);
-        }
-        Ok(KvPlan { scope, streams })
-    }
-
-    /// Replaces the destination by the state.
-    pub fn state_commit(&mut self, plan: &KvPlan<'_>) -> Result<()> {
-        match plan.scope {
-            Scope::Seq(dest) => self.seq_rm(Some(dest), PosRange::ALL),
-            Scope::Whole => self.clear(false),
-        }
-        for stream in &plan.streams {
-            self.cells[stream.stream].apply(&stream.cells, &stream.metas);
-        }
-        let n_layer = self.geometry.n_layer();
-        let mut batch = Vec::new();
-        let mut k = self.planes.k.chunks_mut(n_layer.max(1));
-        let mut v = self.planes.v.chunks_mut(n_layer.max(1));
-        let mut next = 0;
-        for stream in &plan.streams {
-            let skip = stream.stream - next;
-            next = stream.stream + 1;
-            let k = k.nth(skip).into_iter().flatten();
-            let v = v.nth(skip).into_iter().flatten().flatten();
-            batch.extend(k.chain(v).zip(&stream.tensors).map(|(plane, &src)| Scatter {
-                plane,
-                moves: &stream.moves,
-                n_src: stream.n_src,
-                src,
-            }));
-        }
-        crate::storage::scatter(batch)
-    }
-
-    fn mismatch(
+    pub(super) fn mismatch(
         &self,
         what: &'static str,
         state: impl Display,
@@ -369,7 +346,92 @@ impl KvCache {
     }
 
     fn no_space(&self, need: u64, free: u64, stream: usize) -> Error {
-        Error::NoSpace { need, free, kv_size: self.geometry.kv_size, place: self.place(stream) }
+        Error::NoSpace { need, free, kv_size: self.kv_size, place: self.place(stream) }
+    }
+
+    pub(super) fn shortage(&self, shortage: Shortage, stream: usize) -> Error {
+        self.no_space(shortage.need, shortage.free, stream)
+    }
+}
+
+impl<'a> KvState<'a> {
+    /// Finds cells for a state. `place` is asked for those of a sequence, with the stream that takes them.
+    pub(super) fn place(
+        self,
+        geometry: &Geometry,
+        scope: Scope,
+        mut place: impl FnMut(usize, Seq, &StreamState<'a>) -> Result<Placement>,
+    ) -> Result<KvPlan<'a>> {
+        let mut streams = Vec::new();
+        for state in self.streams {
+            let n_src = u32::try_from(state.metas.len()).unwrap_or(u32::MAX);
+            let (stream, Placement { kept, cells }) = match scope {
+                Scope::Whole => {
+                    let all: Vec<u32> = (0..n_src).collect();
+                    (state.stream, Placement { kept: all.clone(), cells: all })
+                }
+                Scope::Seq(dest) => {
+                    let stream = geometry.streams.of(dest);
+                    (stream, place(stream, dest, &state)?)
+                }
+            };
+            let moves = Move::of_pairs(kept.iter().copied().zip(cells.iter().copied()));
+            let StreamState { stream: src, mut metas, tensors } = state;
+            if kept.len() < metas.len() {
+                metas = kept.iter().map(|&i| metas[i as usize]).collect();
+            }
+            streams.push(StreamPlan { src, stream, metas, cells, moves, n_src, tensors });
+        }
+        Ok(KvPlan { scope, streams })
+    }
+}
+
+impl<'a> KvPlan<'a> {
+    /// The tensors' part of the commit.
+    pub(super) fn scatter<'p>(&'p self, planes: &'p mut KvPlanes, n_layer: usize) -> Vec<Scatter<'p>>
+    where
+        'a: 'p,
+    {
+        let mut batch = Vec::new();
+        let mut k = planes.k.chunks_mut(n_layer.max(1));
+        let mut v = planes.v.chunks_mut(n_layer.max(1));
+        let mut next = 0;
+        for stream in &self.streams {
+            let skip = stream.stream - next;
+            next = stream.stream + 1;
+            let k = k.nth(skip).into_iter().flatten();
+            let v = v.nth(skip).into_iter().flatten().flatten();
+            batch.extend(k.chain(v).zip(&stream.tensors).map(|(plane, &src)| Scatter {
+                plane,
+                moves: &stream.moves,
+                n_src: stream.n_src,
+                src,
+            }));
+        }
+        batch
+    }
+}
+
+impl KvCache {
+    /// Finds cells for a state. Changes nothing.
+    pub fn state_place<'a>(&self, state: KvState<'a>, scope: Scope) -> Result<KvPlan<'a>> {
+        state.place(&self.geometry, scope, |stream, dest, state| {
+            self.cells[stream]
+                .place(Some(dest), &state.metas, self.geometry.swa, true)
+                .map_err(|shortage| self.geometry.shortage(shortage, stream))
+        })
+    }
+
+    /// Replaces the destination by the state.
+    pub fn state_commit(&mut self, plan: &KvPlan<'_>) -> Result<()> {
+        match plan.scope {
+            Scope::Seq(dest) => self.seq_rm(Some(dest), PosRange::ALL),
+            Scope::Whole => self.clear(false)?,
+        }
+        for stream in &plan.streams {
+            self.cells[stream.stream].apply(&stream.cells, &stream.metas);
+        }
+        crate::storage::scatter(plan.scatter(&mut self.planes, self.geometry.n_layer()))
     }
 }
 
@@ -383,11 +445,11 @@ fn bytes_of(n_cells: u64, tensor: &TensorGeometry) -> Result<u64> {
     })
 }
 
-fn read_ext(source: &mut Source<'_>) -> Result<CellExt> {
-    let x = source.metadata.i32("ext x")?;
-    let y = source.metadata.i32("ext y")?;
-    let has_token = source.version.ext_has_token();
-    let tok = if has_token { source.metadata.i32("ext tok")? } else { TOKEN_NULL };
+fn read_ext(input: &mut impl Input) -> Result<CellExt> {
+    let x = input.i32("ext x")?;
+    let y = input.i32("ext y")?;
+    let has_token = input.version().ext_has_token();
+    let tok = if has_token { input.i32("ext tok")? } else { TOKEN_NULL };
     Ok(CellExt { x, y, tok })
 }
 

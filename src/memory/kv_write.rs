@@ -1,11 +1,12 @@
 //! `state_write`: which cells an attention cache saves, and their bytes.
 
-use super::geometry::TensorGeometry;
-use super::kv_cache::{KvCache, shared_runs, sorted_cells};
+use super::geometry::{Geometry, TensorGeometry};
+use super::kv_cache::{KvCache, StreamPlanes, sorted_cells};
+use crate::cells::CellMeta;
 use crate::error::{Error, Result};
 use crate::state::Sink;
 use crate::storage::Region;
-use crate::types::{PosRange, Seq, StateFlags};
+use crate::types::{Pos, PosRange, Run, Seq, StateFlags, Swa};
 
 /// What a state covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,6 +15,16 @@ pub(crate) enum Scope {
     Seq(Seq),
     /// The whole context (`seq_id` -1).
     Whole,
+}
+
+impl Scope {
+    /// The sequence, if it is one.
+    pub fn seq(self) -> Option<Seq> {
+        match self {
+            Self::Seq(seq) => Some(seq),
+            Self::Whole => None,
+        }
+    }
 }
 
 /// What a write depends on beside the cache.
@@ -29,98 +40,80 @@ impl WriteParams {
     fn is_partial(self) -> bool {
         self.flags.contains(StateFlags::PARTIAL_ONLY)
     }
-}
 
-impl KvCache {
-    /// Whether the section has bytes in a state with these flags. Full attention is rolled back with
-    /// `seq_rm`, so a partial state has nothing of it, not even `n_stream`.
-    pub fn writes(&self, flags: StateFlags) -> bool {
-        !(flags.contains(StateFlags::PARTIAL_ONLY) && self.geometry.swa.is_none())
-    }
-
-    /// The cells of `stream` that a state holds, ascending.
+    /// Where the cells begin that a sequence state holds of `entries`, ordered by position.
     ///
     /// Masked cells are left out of partial states alone: any other state may be cut to a prefix after
     /// the restore, and what the end of the sequence masks is inside the window of the prefix.
-    fn selected(&self, stream: usize, params: WriteParams) -> Vec<u32> {
-        let cells = self.cells(stream);
-        let seq = match params.scope {
-            Scope::Whole => return cells.used_cells().collect(),
-            Scope::Seq(seq) if self.streams.of(seq) != stream => return Vec::new(),
-            Scope::Seq(seq) => seq,
-        };
-        let entries = cells.seq_cells(seq, PosRange::ALL);
-        let keep_masked = if params.is_partial() { Some(0) } else { params.max_masked_cells };
-        let (Some(keep_masked), Some(&(pos_max, _))) = (keep_masked, entries.last()) else {
-            return sorted_cells(entries);
-        };
-        let first_unmasked = self.geometry.swa.first_unmasked(pos_max);
+    pub(super) fn first_kept(self, entries: &[(Pos, u32)], swa: Swa) -> usize {
+        let keep_masked = if self.is_partial() { Some(0) } else { self.max_masked_cells };
+        let (Some(keep_masked), Some(&(pos_max, _))) = (keep_masked, entries.last()) else { return 0 };
+        let first_unmasked = swa.first_unmasked(pos_max);
         let n_masked = entries.partition_point(|&(pos, _)| i64::from(pos) < first_unmasked);
         let mut start = n_masked.saturating_sub(keep_masked as usize);
         // The patches of an image share a position: it is kept as a whole or not at all.
         while start > 0 && start < n_masked && entries[start].0 == entries[start - 1].0 {
             start += 1;
         }
-        sorted_cells(&entries[start..])
+        start
     }
+}
 
-    /// Writes the section.
-    pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, params: WriteParams) -> Result<()> {
-        if !self.writes(params.flags) {
+impl Geometry {
+    /// Writes what a state holds of one stream: `cells`, ascending, with their metas, and their bytes in the
+    /// stream's planes.
+    pub(super) fn write_stream<'a>(
+        &self,
+        sink: &mut impl Sink<'a>,
+        scope: Scope,
+        metas: impl IntoIterator<Item = CellMeta>,
+        cells: &[u32],
+        planes: StreamPlanes<'a>,
+    ) -> Result<()> {
+        sink.write_u32(count(cells.len())?)?;
+        if cells.is_empty() {
             return Ok(());
         }
-        sink.write_u32(self.streams.n_stream)?;
-        for stream in 0..self.cells.len() {
-            let cells = self.selected(stream, params);
-            sink.write_u32(count(cells.len())?)?;
-            if !cells.is_empty() {
-                self.write_metadata(sink, stream, &cells, params.scope)?;
-                self.write_data(sink, stream, &cells)?;
-            }
+        for meta in metas {
+            self.write_meta(sink, scope, meta)?;
         }
-        Ok(())
+        self.write_data(sink, cells, planes)
     }
 
-    fn write_metadata<'a>(
-        &'a self,
+    fn write_meta<'a>(&self, sink: &mut impl Sink<'a>, scope: Scope, meta: CellMeta) -> Result<()> {
+        sink.write_i32(meta.pos)?;
+        sink.write_u32(match scope {
+            Scope::Seq(_) => 1,
+            Scope::Whole => meta.seqs.len(),
+        })?;
+        if self.cell_ext {
+            sink.write_i32(meta.ext.x)?;
+            sink.write_i32(meta.ext.y)?;
+            sink.write_i32(meta.ext.tok)?;
+        }
+        match scope {
+            Scope::Seq(seq) => sink.write_i32(seq.id()),
+            Scope::Whole => meta.seqs.iter().try_for_each(|seq| sink.write_i32(seq.id())),
+        }
+    }
+
+    fn write_data<'a>(
+        &self,
         sink: &mut impl Sink<'a>,
-        stream: usize,
         cells: &[u32],
-        scope: Scope,
+        planes: StreamPlanes<'a>,
     ) -> Result<()> {
-        for meta in cells.iter().filter_map(|&cell| self.cells[stream].meta(cell)) {
-            sink.write_i32(meta.pos)?;
-            sink.write_u32(match scope {
-                Scope::Seq(_) => 1,
-                Scope::Whole => meta.seqs.len(),
-            })?;
-            if self.geometry.cell_ext {
-                sink.write_i32(meta.ext.x)?;
-                sink.write_i32(meta.ext.y)?;
-                sink.write_i32(meta.ext.tok)?;
-            }
-            match scope {
-                Scope::Seq(seq) => sink.write_i32(seq.id())?,
-                Scope::Whole => meta.seqs.iter().try_for_each(|seq| sink.write_i32(seq.id()))?,
-            }
+        let runs = Run::of_sorted(cells).into();
+        sink.write_u32(u32::from(self.v_trans))?;
+        sink.write_u32(count(self.n_layer())?)?;
+        sink.write_u32(self.n_rot_k)?;
+        sink.write_u32(self.n_rot_v)?;
+        for (tensor, plane) in self.k.iter().zip(planes.k) {
+            write_rows(sink, tensor, Region::new(plane, &runs)?)?;
         }
-        Ok(())
-    }
-
-    fn write_data<'a>(&'a self, sink: &mut impl Sink<'a>, stream: usize, cells: &[u32]) -> Result<()> {
-        let geometry = &self.geometry;
-        let runs = shared_runs(cells);
-
-        sink.write_u32(u32::from(geometry.v_trans))?;
-        sink.write_u32(count(geometry.n_layer())?)?;
-        sink.write_u32(geometry.n_rot_k)?;
-        sink.write_u32(geometry.n_rot_v)?;
-        for (layer, tensor) in geometry.k.iter().enumerate() {
-            write_rows(sink, tensor, Region::new(self.k(stream, layer), &runs)?)?;
-        }
-        for (layer, tensor) in geometry.v.iter().enumerate() {
-            let (Some(tensor), Some(plane)) = (tensor, self.v(stream, layer)) else { continue };
-            if geometry.v_trans {
+        for (tensor, plane) in self.v.iter().zip(planes.v) {
+            let (Some(tensor), Some(plane)) = (tensor, plane) else { continue };
+            if self.v_trans {
                 sink.write_i32(tensor.ggml_type.as_i32())?;
                 sink.write_u32(tensor.ggml_type.type_size())?;
                 sink.write_u32(tensor.n_embd)?;
@@ -131,10 +124,40 @@ impl KvCache {
         }
         Ok(())
     }
+}
+
+impl KvCache {
+    /// The cells of `stream` that a state holds, ascending.
+    fn selected(&self, stream: usize, params: WriteParams) -> Vec<u32> {
+        let cells = self.cells(stream);
+        match params.scope {
+            Scope::Whole => cells.used_cells().collect(),
+            Scope::Seq(seq) if self.geometry.streams.of(seq) != stream => Vec::new(),
+            Scope::Seq(seq) => {
+                let entries = cells.seq_cells(seq, PosRange::ALL);
+                sorted_cells(&entries[params.first_kept(entries, self.geometry.swa)..])
+            }
+        }
+    }
+
+    /// Writes the section.
+    pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, params: WriteParams) -> Result<()> {
+        if !self.geometry.writes(params.flags) {
+            return Ok(());
+        }
+        sink.write_u32(self.geometry.streams.n_stream)?;
+        for stream in 0..self.cells.len() {
+            let cells = self.selected(stream, params);
+            let metas = cells.iter().filter_map(|&cell| self.cells[stream].meta(cell));
+            let planes = self.planes.stream(stream, self.geometry.n_layer());
+            self.geometry.write_stream(sink, params.scope, metas, &cells, planes)?;
+        }
+        Ok(())
+    }
 
     /// Streams whose pending shifts a write would save unapplied.
     pub fn pending_shifts(&self, params: WriteParams) -> Vec<usize> {
-        if !self.writes(params.flags) {
+        if !self.geometry.writes(params.flags) {
             return Vec::new();
         }
         let would_save = |&stream: &usize| {

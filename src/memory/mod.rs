@@ -6,21 +6,23 @@
 mod geometry;
 mod kv_cache;
 mod kv_read;
+mod kv_view;
 mod kv_write;
 
 pub use geometry::{KvParams, LayerParams, Streams, TensorParams, swa_kv_size};
 pub use kv_cache::KvPlanes;
 pub use kv_read::LegacyRotation;
+pub use kv_view::{KvView, SlotInfos, TensorInput, ViewCell, ViewCells};
 
+pub(crate) use geometry::Geometry;
 pub(crate) use kv_cache::KvCache;
-pub(crate) use kv_read::ReadParams;
+pub(crate) use kv_read::{KvPlan, ReadParams};
 pub(crate) use kv_write::{Scope, WriteParams};
 
 use crate::error::{Error, Result};
 use crate::format::StateVersion;
 use crate::state::{Sink, Source};
 use crate::types::{Pos, PosRange, Seq, StateFlags};
-use kv_read::KvPlan;
 
 /// What a section is made of.
 #[derive(Debug)]
@@ -83,7 +85,7 @@ impl Memory {
         };
         let build = |(i, params): (usize, SectionParams)| {
             let SectionParams::Kv { kv, planes } = params;
-            KvCache::new(name(i), &kv, planes, streams).map(Section::Kv)
+            KvCache::new(&name(i), &kv, planes, streams).map(Section::Kv)
         };
         let sections = params.into_iter().enumerate().map(build).collect::<Result<_>>()?;
         Ok(Self { sections, streams })
@@ -111,8 +113,8 @@ impl Memory {
 
     // Sequence operations: all sections or none.
 
-    pub fn clear(&mut self, data: bool) {
-        self.kv_caches_mut().for_each(|kv| kv.clear(data));
+    pub fn clear(&mut self, data: bool) -> Result<()> {
+        self.kv_caches_mut().try_for_each(|kv| kv.clear(data))
     }
 
     /// Attention can remove any range.
@@ -177,7 +179,7 @@ impl Memory {
     ) -> Result<MemoryPlan<'a>> {
         let plan = self.plan_sections(source.clone(), flags, params, false);
         let bytes_left = plan.as_ref().map_or(usize::MAX, |plan| plan.end.metadata.left());
-        if bytes_left > 0 && self.kv_caches().any(|kv| !kv.writes(flags)) {
+        if bytes_left > 0 && self.kv_caches().any(|kv| !kv.geometry.writes(flags)) {
             let legacy = self.plan_sections(source.clone(), flags, params, true);
             if let Some(legacy) = legacy.ok().filter(|legacy| legacy.end.metadata.left() == 0) {
                 return Ok(legacy);
@@ -215,7 +217,7 @@ impl Memory {
             what: "mismatched cell ext",
             state: words(!kv.geometry.cell_ext).to_owned(),
             cache: words(kv.geometry.cell_ext).to_owned(),
-            place: format!("section {}", kv.name),
+            place: format!("section {}", kv.geometry.name),
         }
     }
 
@@ -229,12 +231,12 @@ impl Memory {
         let mut sections = Vec::with_capacity(self.sections.len());
         let mut n_legacy_skipped = 0;
         for kv in self.kv_caches() {
-            if kv.writes(flags) {
-                let state = kv.state_read(&mut source, params)?;
+            if kv.geometry.writes(flags) {
+                let state = kv.geometry.state_read(&mut source, params)?;
                 sections.push(Some(SectionPlan::Kv(kv.state_place(state, params.scope)?)));
             } else {
                 if legacy {
-                    kv.state_read(&mut source, params)?;
+                    kv.geometry.state_read(&mut source, params)?;
                     n_legacy_skipped += 1;
                 }
                 sections.push(None);

@@ -3,6 +3,7 @@
 //! A file is written beside its destination, synced, and renamed over it: after a crash there is the old file
 //! or the new one. A file is read through a mapping: tensors go from the page cache to the cache.
 
+mod compose;
 mod replace;
 mod view;
 
@@ -11,8 +12,10 @@ use std::path::Path;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Cursor, FileHeader, FileKind, StateVersion, token_bytes, tokens_of};
-use crate::state::{FileSink, Sink, Source};
+use crate::state::{FileSink, Sink, Source, Tensors};
 use crate::types::{Seq, SeqId, Token};
+pub use compose::{StateFile, StateReader, StateWriter};
+
 use replace::Replacement;
 use view::FileView;
 
@@ -102,7 +105,8 @@ impl Context {
             return Err(Error::TokenCapacity { kind: kind.name(), count, capacity: n_token_capacity as u64 });
         }
         let tokens: Vec<Token> = tokens_of(cursor.bytes("tokens", count * 4)?).collect();
-        let source = Source { metadata: cursor, tensors: None, version: header.version, tokens: &tokens };
+        let source =
+            Source { metadata: cursor, tensors: Tensors::InPlace, version: header.version, tokens: &tokens };
         let state_end = match seq {
             Some(dest) => self.read_file_state(&source, dest),
             None => self.read_whole(source, true),

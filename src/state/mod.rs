@@ -9,5 +9,5 @@
 mod sink;
 mod source;
 
-pub use sink::{CountSink, DeviceSink, FileSink, Sink, SliceSink};
-pub use source::Source;
+pub use sink::{CountSink, DeviceSink, FileSink, RecordSink, Sink, SliceSink};
+pub use source::{Input, Source, Tensors};

@@ -1,4 +1,4 @@
-//! Sinks: count, slice, device, file.
+//! Sinks: count, slice, record, device, file.
 
 use std::io::Write;
 
@@ -109,6 +109,53 @@ impl<'a> Sink<'a> for SliceSink<'a, '_> {
         let offset = self.len as u64;
         self.take(region.bytes())?;
         self.batch.push((offset, region));
+        Ok(())
+    }
+}
+
+/// Remembers a state, to be given to another sink when all of it is known: nothing of a tensor is copied.
+#[derive(Debug, Default)]
+pub struct RecordSink<'a> {
+    metadata: Vec<u8>,
+    /// Each region, and how many bytes of metadata come before it.
+    regions: Vec<(usize, Region<'a>)>,
+    bytes: u64,
+}
+
+impl<'a> RecordSink<'a> {
+    /// Bytes of the state so far.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Gives everything to `sink`, in order.
+    ///
+    /// # Errors
+    /// Those of the sink.
+    pub fn replay(&self, sink: &mut impl Sink<'a>) -> Result<()> {
+        let mut start = 0;
+        for (end, region) in &self.regions {
+            if *end > start {
+                sink.write(&self.metadata[start..*end])?;
+                start = *end;
+            }
+            sink.write_tensor(region.clone())?;
+        }
+        if self.metadata.len() > start { sink.write(&self.metadata[start..]) } else { Ok(()) }
+    }
+}
+
+impl<'a> Sink<'a> for RecordSink<'a> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.metadata.extend_from_slice(bytes);
+        self.bytes += bytes.len() as u64;
+        Ok(())
+    }
+
+    fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
+        self.bytes += region.bytes();
+        self.regions.push((self.metadata.len(), region));
         Ok(())
     }
 }

@@ -4,11 +4,12 @@
 //! [`scatter`] writes a blob's cells into many planes; both check the whole batch before the first byte.
 
 mod host;
+mod plane;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-pub use host::Plane;
+pub use plane::{Plane, TensorAccess};
 
 use crate::error::{Error, Result};
 use crate::types::{Move, Run};
@@ -109,6 +110,30 @@ impl PlaneShape {
         }
     }
 
+    /// Calls with the offset and the bytes of every contiguous piece of `channels` of the cells of `runs`, in
+    /// blob order.
+    fn each_piece(
+        &self,
+        runs: &[Run],
+        channels: &Range<u32>,
+        mut call: impl FnMut(u64, usize) -> Result<()>,
+    ) -> Result<()> {
+        let s = self.strides();
+        let is_dense = s.cell_stride == s.elem_size;
+        for channel in channels.clone() {
+            for run in runs {
+                let (n_pieces, cells) = if is_dense { (1, run.len) } else { (run.len, 1) };
+                for cell in run.start..run.start + n_pieces {
+                    // No overflow: the cells lie in the plane, whose span can be addressed.
+                    let offset = u64::from(channel) * s.channel_stride + u64::from(cell) * s.cell_stride;
+                    #[expect(clippy::cast_possible_truncation, reason = "the span can be addressed")]
+                    call(offset, (u64::from(cells) * s.elem_size) as usize)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn strides(&self) -> Strides {
         match *self {
             Self::Rows { row_size, cell_stride } => {
@@ -183,6 +208,20 @@ impl<'a> Region<'a> {
             [run] => self.plane.contiguous(run, &self.channels),
             _ => None,
         }
+    }
+
+    /// The owner's name for the tensor, 0 if it gave none.
+    #[must_use]
+    pub fn tensor(&self) -> usize {
+        self.plane.tensor()
+    }
+
+    /// Calls with the offset (from the start of the plane) and the bytes of every contiguous piece, in blob order.
+    ///
+    /// # Errors
+    /// What `call` returns.
+    pub fn each_piece(&self, call: impl FnMut(u64, usize) -> Result<()>) -> Result<()> {
+        self.plane.shape().each_piece(&self.runs, &self.channels, call)
     }
 
     fn channel_bytes(&self) -> u64 {

@@ -1,0 +1,682 @@
+//! The view: `state_write` and `state_read_sinfo` over cells and tensors that the caller owns.
+
+use std::ffi::{c_char, c_int, c_void};
+
+use super::handle::string;
+use super::params::{self, Params};
+use super::state::flags_of;
+use super::status::{caught, kvs_status, status_of};
+use super::{KVS_DEVICE_HOST, kvs_cell, kvs_plane, kvs_seq_id};
+use crate::cells::{CellMeta, SeqSet};
+use crate::error::{Error, Result};
+use crate::format::{GgmlType, StateVersion};
+use crate::memory::{
+    KvParams, KvPlanes, KvView, LayerParams, SlotInfos, TensorInput, TensorParams, ViewCell, ViewCells,
+};
+use crate::state::{Input, Sink};
+use crate::storage::{Plane, PlaneShape, Region, TensorAccess};
+use crate::types::{CellExt, Seq, Swa, SwaType, Token};
+
+/// The cells of one stream of a state, in the order of the state.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvs_slot_info {
+    /// Number of cells, 0 for a stream without.
+    pub n: u32,
+    /// As sinfos_out: what idxs has room for, at least kv_size.
+    pub capacity: u32,
+    /// The cells.
+    pub idxs: *mut u32,
+}
+
+/// Calls that reach tensors which are in no host memory. They return 0, or anything else to fail; neither throws.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvs_tensor_access {
+    /// Passed back.
+    pub user: *mut c_void,
+    /// Copies n bytes of the tensor from offset on to dst.
+    pub get: Option<
+        unsafe extern "C" fn(
+            user: *mut c_void,
+            tensor: *mut c_void,
+            offset: u64,
+            n: u64,
+            dst: *mut c_void,
+        ) -> c_int,
+    >,
+    /// Copies n bytes from src to the tensor from offset on.
+    pub set: Option<
+        unsafe extern "C" fn(
+            user: *mut c_void,
+            tensor: *mut c_void,
+            offset: u64,
+            n: u64,
+            src: *const c_void,
+        ) -> c_int,
+    >,
+}
+
+/// Takes one cell; 0: go on. Anything else: stop, and return it.
+pub type kvs_visit_each = Option<unsafe extern "C" fn(arg: *mut c_void, cell: *const kvs_cell) -> c_int>;
+
+/// An attention cache whose cells and tensors are the caller's (llama_kv_cache). Fill with kvs_kv_view_init first.
+///
+/// Its callbacks return 0, or anything else to fail, which ends the call with KVS_STATUS_CALLBACK. They must not
+/// throw or unwind: catch, keep the exception, and throw it again after the call has returned. They run on the
+/// thread of the call, during the call; get of the access also during kvs_state_writer_get_data and _save_file,
+/// set during kvs_state_reader_finish.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvs_kv_view {
+    /// sizeof(kvs_kv_view), set by the init call.
+    pub struct_size: usize,
+    /// Passed to visit, apply and clear.
+    pub user: *mut c_void,
+    /// What the section is called in messages; by default "kv".
+    pub name: *const c_char,
+    /// 1 (unified), or one stream per sequence.
+    pub n_stream: u32,
+    /// Cells of each stream.
+    pub kv_size: u32,
+    /// Sequences. With several streams, sequence s lives in stream s.
+    pub n_seq_max: u32,
+    /// Number of layers.
+    pub n_layer: u32,
+    /// Size of the window in positions.
+    pub n_swa: u32,
+    /// KVS_SWA_TYPE_* of this cache, never the model's.
+    pub swa_type: u32,
+    /// 1: V is transposed.
+    pub v_trans: u32,
+    /// Size of the Hadamard rotation applied to K; 0: none.
+    pub n_rot_k: u32,
+    /// Size of the Hadamard rotation applied to V; 0: none.
+    pub n_rot_v: u32,
+    /// 1: states carry x, y and token of each cell.
+    pub cell_ext: u32,
+    /// 1: the cells are another cache's, which saves them. Nothing is written or read.
+    pub shared: u32,
+    /// K, stream-major: [n_stream * n_layer].
+    pub k: *const kvs_plane,
+    /// V, likewise; NULL: no layer has V.
+    pub v: *const kvs_plane,
+    /// Where the search for free cells starts in each stream: [n_stream]; NULL: at cell 0.
+    pub head: *const u32,
+    /// For planes whose data is NULL; all planes have data if this is NULL.
+    pub access: *const kvs_tensor_access,
+    /// Calls each(arg, cell) once for every cell of seq in stream, or with seq -1 for every used cell, in any
+    /// order (ascending is fastest), and returns at once what it returns if that is not 0.
+    pub visit: Option<
+        unsafe extern "C" fn(
+            user: *mut c_void,
+            stream: u32,
+            seq: kvs_seq_id,
+            each: kvs_visit_each,
+            arg: *mut c_void,
+        ) -> c_int,
+    >,
+    /// Replaces seq (-1: everything in the stream) by n cells, whose idx says where. They are empty, or the
+    /// sequence's own, or hold one other sequence whose window has passed them: that one loses them and all its
+    /// older positions (the purge rule of llama_kv_cache::apply_ubatch). ext is set as given, shift is 0, the next
+    /// search starts after the last cell. n is 0 for an empty sequence.
+    pub apply: Option<
+        unsafe extern "C" fn(
+            user: *mut c_void,
+            stream: u32,
+            seq: kvs_seq_id,
+            n: u32,
+            cells: *const kvs_cell,
+        ) -> c_int,
+    >,
+    /// Removes seq (-1: everything) and zeroes the data of the cells that only it used.
+    pub clear: Option<unsafe extern "C" fn(user: *mut c_void, seq: kvs_seq_id) -> c_int>,
+}
+
+// SAFETY: repr(C), usize first; integers, pointers and nullable function pointers.
+unsafe impl Params for kvs_kv_view {
+    const NAME: &'static str = "kvs_kv_view";
+    const MIN_SIZE: usize = size_of::<Self>();
+
+    fn defaults() -> Self {
+        Self {
+            struct_size: size_of::<Self>(),
+            user: std::ptr::null_mut(),
+            name: std::ptr::null(),
+            n_stream: 1,
+            kv_size: 0,
+            n_seq_max: 1,
+            n_layer: 0,
+            n_swa: 0,
+            swa_type: 0,
+            v_trans: 0,
+            n_rot_k: 0,
+            n_rot_v: 0,
+            cell_ext: 0,
+            shared: 0,
+            k: std::ptr::null(),
+            v: std::ptr::null(),
+            head: std::ptr::null(),
+            access: std::ptr::null(),
+            visit: None,
+            apply: None,
+            clear: None,
+        }
+    }
+}
+
+/// Where a state's bytes go to or come from in turns (llama_io_write_i, llama_io_read_i). Fill with kvs_io_init
+/// first. The calls return 0, or anything else to fail, which ends the call with KVS_STATUS_CALLBACK; they must
+/// not throw or unwind.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvs_io {
+    /// sizeof(kvs_io), set by the init call.
+    pub struct_size: usize,
+    /// Passed back.
+    pub user: *mut c_void,
+    /// Takes metadata.
+    pub write: Option<unsafe extern "C" fn(user: *mut c_void, src: *const c_void, size: usize) -> c_int>,
+    /// Takes n bytes of the caller's tensor from offset on.
+    pub write_tensor:
+        Option<unsafe extern "C" fn(user: *mut c_void, tensor: *mut c_void, offset: u64, n: u64) -> c_int>,
+    /// Gives metadata.
+    pub read: Option<unsafe extern "C" fn(user: *mut c_void, dst: *mut c_void, size: usize) -> c_int>,
+    /// Moves the next n bytes to the caller's tensor, from offset on.
+    pub read_tensor:
+        Option<unsafe extern "C" fn(user: *mut c_void, tensor: *mut c_void, offset: u64, n: u64) -> c_int>,
+}
+
+// SAFETY: repr(C), usize first; pointers and nullable function pointers.
+unsafe impl Params for kvs_io {
+    const NAME: &'static str = "kvs_io";
+    const MIN_SIZE: usize = size_of::<Self>();
+
+    fn defaults() -> Self {
+        Self {
+            struct_size: size_of::<Self>(),
+            user: std::ptr::null_mut(),
+            write: None,
+            write_tensor: None,
+            read: None,
+            read_tensor: None,
+        }
+    }
+}
+
+/// Fills a view with defaults: one stream, full attention, no layers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_kv_view_init(view: *mut kvs_kv_view, struct_size: usize) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe { params::init(view, struct_size) })
+}
+
+/// Fills an io with NULLs.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_io_init(io: *mut kvs_io, struct_size: usize) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe { params::init(io, struct_size) })
+}
+
+/// llama_kv_cache::state_write: writes the section of one sequence, or of all with seq_id -1, through io, which
+/// needs write and write_tensor. What is selected is up to the flags and the view's own window: docs/semantics.md.
+/// A pending shift of K is not applied: do that before.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_kv_cache_state_write(
+    view: *const kvs_kv_view,
+    io: *const kvs_io,
+    seq_id: kvs_seq_id,
+    flags: super::kvs_state_seq_flags,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let flags = flags_of(flags)?;
+        let view = view_of(view)?;
+        let mut sink = IoSink { io: params::read(io)? };
+        view.state_write(&mut sink, seq_id, flags)
+    })
+}
+
+/// llama_kv_cache::state_read_sinfo: reads the section through io, which needs read and read_tensor, and replaces
+/// sequence seq_id, or everything with -1. Cells are searched as docs/semantics.md says, or are those of sinfos_in.
+///
+/// sinfos_out and sinfos_in are NULL or have n_stream entries, by stream of the state. sinfos_in: a mirrored cache
+/// takes the cells of its source; the state must have as many streams then. sinfos_out: gets the cells used; each
+/// entry has room for kv_size.
+///
+/// Metadata and tensors come in turns, so this call cannot refuse a bad state before anything changes, as
+/// kvs_state_reader_plan_kv_cache does: on failure the destination is empty and its data zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_kv_cache_state_read_sinfo(
+    view: *const kvs_kv_view,
+    io: *const kvs_io,
+    seq_id: kvs_seq_id,
+    flags: super::kvs_state_seq_flags,
+    sinfos_out: *mut kvs_slot_info,
+    sinfos_in: *const kvs_slot_info,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let flags = flags_of(flags)?;
+        let c_view = params::read(view)?;
+        let mut view = view_of(view)?;
+        let mut out = SlotsOut::new(&c_view, sinfos_out)?;
+        let given = slots_in(&c_view, sinfos_in)?;
+        let mut input = IoInput { io: params::read(io)?, offset: 0 };
+        let slots = view.state_read_sinfo(&mut input, seq_id, flags, given.as_ref())?;
+        out.give(&slots)
+    })
+}
+
+/// A view of the caller's cache. Its arrays are copied, what they point to is not.
+pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
+    // SAFETY: the contract of all calls.
+    let c = unsafe { params::read(view) }?;
+    let name = match c.name.is_null() {
+        true => "kv".to_owned(),
+        // SAFETY: the contract of all calls.
+        false => unsafe { string("view.name", c.name) }?.to_string_lossy().into_owned(),
+    };
+    if c.n_stream != 1 && c.n_stream != c.n_seq_max {
+        let reason = format!("{} with n_seq_max {}, it is 1 or as many", c.n_stream, c.n_seq_max);
+        return Err(Error::arg("view.n_stream", reason));
+    }
+    let n_planes = c.n_stream as usize * c.n_layer as usize;
+    // SAFETY: the contract of all calls.
+    let k = unsafe { super::handle::array("view.k", c.k, n_planes) }?;
+    // SAFETY: the contract of all calls.
+    let v = if c.v.is_null() { &[] } else { unsafe { super::handle::array("view.v", c.v, n_planes) }? };
+    // SAFETY: the contract of all calls.
+    let access = unsafe { access_of(c.access) }?;
+
+    let n_layer = c.n_layer as usize;
+    let mut layers = Vec::with_capacity(n_layer);
+    for (i, k) in k.iter().take(n_layer).enumerate() {
+        let v = v.get(i).filter(|v| v.n_embd != 0);
+        layers.push(LayerParams {
+            k: tensor_params("k", i, k)?,
+            v: v.map(|v| tensor_params("v", i, v)).transpose()?,
+        });
+    }
+    let mut planes = KvPlanes::default();
+    for (i, plane) in k.iter().enumerate() {
+        let shape = rows(layers[i % n_layer].k, plane);
+        // SAFETY: the contract of all calls: the tensors outlive the view's use.
+        planes.k.push(unsafe { plane_of("k", i, plane, c.kv_size, shape, access.as_ref()) }?);
+        planes.v.push(match (layers[i % n_layer].v, v.get(i)) {
+            (Some(params), Some(plane)) => {
+                let shape = if c.v_trans == 1 { channels(params, plane) } else { rows(params, plane) };
+                // SAFETY: as above.
+                Some(unsafe { plane_of("v", i, plane, c.kv_size, shape, access.as_ref()) }?)
+            }
+            _ => None,
+        });
+    }
+    let swa_type = SwaType::from_u32(c.swa_type)
+        .ok_or_else(|| Error::arg("view.swa_type", format!("{}, it is 0 to 3", c.swa_type)))?;
+    let swa = Swa::new(swa_type, c.n_swa)
+        .ok_or_else(|| Error::arg("view.n_swa", "0, a sliding window has a size"))?;
+    for (field, value) in
+        [("view.v_trans", c.v_trans), ("view.cell_ext", c.cell_ext), ("view.shared", c.shared)]
+    {
+        if value > 1 {
+            return Err(Error::arg(field, format!("{value}, it is 0 or 1")));
+        }
+    }
+    let params = KvParams {
+        layers,
+        swa,
+        v_trans: c.v_trans == 1,
+        n_rot_k: c.n_rot_k,
+        n_rot_v: c.n_rot_v,
+        cell_ext: c.cell_ext == 1,
+        ..KvParams::new(c.kv_size, 0, no_layer())
+    };
+    // SAFETY: the contract of all calls.
+    let heads = if c.head.is_null() {
+        vec![0; c.n_stream as usize]
+    } else {
+        unsafe { super::handle::array("view.head", c.head, c.n_stream as usize) }?.to_vec()
+    };
+    let cells = CallerCells {
+        user: c.user,
+        visit: c.visit.ok_or_else(|| Error::arg("view.visit", "NULL"))?,
+        apply: c.apply.ok_or_else(|| Error::arg("view.apply", "NULL"))?,
+        clear: c.clear.ok_or_else(|| Error::arg("view.clear", "NULL"))?,
+        heads,
+    };
+    let view = KvView::new(&name, &params, c.n_seq_max, c.n_stream == 1, planes, Box::new(cells))?;
+    Ok(if c.shared == 1 { view.shared() } else { view })
+}
+
+/// Stands for the layers until they are known.
+fn no_layer() -> LayerParams {
+    LayerParams { k: TensorParams { ggml_type: GgmlType::F16, n_embd: 1 }, v: None }
+}
+
+fn tensor_params(field: &str, layer: usize, plane: &kvs_plane) -> Result<TensorParams> {
+    let ggml_type = GgmlType::from_i32(plane.ggml_type).ok_or_else(|| {
+        Error::arg(
+            format!("view.{field}[{layer}].ggml_type"),
+            format!("{} is no type of ggml", plane.ggml_type),
+        )
+    })?;
+    Ok(TensorParams { ggml_type, n_embd: plane.n_embd })
+}
+
+fn rows(params: TensorParams, plane: &kvs_plane) -> PlaneShape {
+    // A width that is no whole number of blocks is refused by the view.
+    let row_size = params.ggml_type.row_size(params.n_embd).unwrap_or(0);
+    PlaneShape::Rows { row_size, cell_stride: plane.cell_stride }
+}
+
+fn channels(params: TensorParams, plane: &kvs_plane) -> PlaneShape {
+    PlaneShape::Channels {
+        n_channel: params.n_embd,
+        elem_size: params.ggml_type.type_size(),
+        cell_stride: plane.cell_stride,
+        channel_stride: plane.channel_stride,
+    }
+}
+
+unsafe fn plane_of(
+    field: &str,
+    i: usize,
+    plane: &kvs_plane,
+    kv_size: u32,
+    shape: PlaneShape,
+    access: Option<&CallerTensors>,
+) -> Result<Plane> {
+    let bad = |error| match error {
+        Error::InvalidArgument { name, reason } => Error::arg(format!("view.{field}[{i}].{name}"), reason),
+        other => other,
+    };
+    if plane.device != KVS_DEVICE_HOST {
+        let reason = format!("{}, only {KVS_DEVICE_HOST} is supported: set data to NULL", plane.device);
+        return Err(Error::arg(format!("view.{field}[{i}].device"), reason));
+    }
+    let tensor = plane.tensor.expose_provenance();
+    if plane.data.is_null() {
+        let access = access.ok_or_else(|| {
+            Error::arg(format!("view.{field}[{i}].data"), "NULL, and the view has no access")
+        })?;
+        let access = CallerTensors { base: 0, ..*access };
+        return Plane::remote(std::sync::Arc::new(access), tensor, kv_size, shape).map_err(bad);
+    }
+    // SAFETY: passed on to the caller of the view.
+    unsafe { Plane::adopt(plane.data.cast(), kv_size, shape) }.map(|plane| plane.named(tensor)).map_err(bad)
+}
+
+fn failed(name: &'static str, code: c_int) -> Result<()> {
+    if code == 0 { Ok(()) } else { Err(Error::Callback { name, code }) }
+}
+
+/// The caller's cells.
+#[derive(Debug)]
+struct CallerCells {
+    user: *mut c_void,
+    visit: unsafe extern "C" fn(*mut c_void, u32, kvs_seq_id, kvs_visit_each, *mut c_void) -> c_int,
+    apply: unsafe extern "C" fn(*mut c_void, u32, kvs_seq_id, u32, *const kvs_cell) -> c_int,
+    clear: unsafe extern "C" fn(*mut c_void, kvs_seq_id) -> c_int,
+    heads: Vec<u32>,
+}
+
+/// What `visit` hands through the caller.
+struct Visit<'a> {
+    each: &'a mut dyn FnMut(ViewCell) -> Result<()>,
+    error: Option<Error>,
+}
+
+unsafe extern "C" fn visit_each(arg: *mut c_void, cell: *const kvs_cell) -> c_int {
+    // SAFETY: `arg` is what CallerCells::visit gave, on whose stack it is; the header demands that it is passed on.
+    let visit = unsafe { &mut *arg.cast::<Visit<'_>>() };
+    let result = caught(|| {
+        // SAFETY: the header demands a cell.
+        let cell =
+            unsafe { cell.as_ref() }.ok_or_else(|| Error::arg("visit", "each was called without a cell"))?;
+        (visit.each)(ViewCell {
+            cell: cell.idx,
+            meta: CellMeta {
+                pos: cell.pos,
+                ext: CellExt { x: cell.x, y: cell.y, tok: cell.tok },
+                seqs: SeqSet::from_words(cell.seqs),
+            },
+            shift: cell.shift,
+        })
+    });
+    match result {
+        Ok(()) => 0,
+        Err(error) => {
+            visit.error = Some(error);
+            1
+        }
+    }
+}
+
+fn seq_id_of(seq: Option<Seq>) -> kvs_seq_id {
+    seq.map_or(-1, Seq::id)
+}
+
+impl ViewCells for CallerCells {
+    fn visit(
+        &self,
+        stream: usize,
+        seq: Option<Seq>,
+        each: &mut dyn FnMut(ViewCell) -> Result<()>,
+    ) -> Result<()> {
+        let mut visit = Visit { each, error: None };
+        let arg = (&raw mut visit).cast();
+        let stream = u32::try_from(stream).unwrap_or(u32::MAX);
+        // SAFETY: the header demands a callback that can be called like this, and does not throw.
+        let code = unsafe { (self.visit)(self.user, stream, seq_id_of(seq), Some(visit_each), arg) };
+        match visit.error {
+            Some(error) => Err(error),
+            None => failed("visit", code),
+        }
+    }
+
+    fn head(&self, stream: usize) -> u32 {
+        self.heads.get(stream).copied().unwrap_or(0)
+    }
+
+    fn apply(&mut self, stream: usize, seq: Option<Seq>, cells: &[u32], metas: &[CellMeta]) -> Result<()> {
+        let cells: Vec<kvs_cell> = cells
+            .iter()
+            .zip(metas)
+            .map(|(&idx, meta)| kvs_cell {
+                idx,
+                pos: meta.pos,
+                shift: 0,
+                x: meta.ext.x,
+                y: meta.ext.y,
+                tok: meta.ext.tok,
+                seqs: meta.seqs.words(),
+            })
+            .collect();
+        let stream = u32::try_from(stream).unwrap_or(u32::MAX);
+        let n = u32::try_from(cells.len()).unwrap_or(u32::MAX);
+        // SAFETY: as in visit; `cells` has n elements.
+        failed("apply", unsafe { (self.apply)(self.user, stream, seq_id_of(seq), n, cells.as_ptr()) })
+    }
+
+    fn clear(&mut self, seq: Option<Seq>) -> Result<()> {
+        // SAFETY: as in visit.
+        failed("clear", unsafe { (self.clear)(self.user, seq_id_of(seq)) })
+    }
+}
+
+/// The caller's tensors that are in no host memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct CallerTensors {
+    user: *mut c_void,
+    get: unsafe extern "C" fn(*mut c_void, *mut c_void, u64, u64, *mut c_void) -> c_int,
+    set: unsafe extern "C" fn(*mut c_void, *mut c_void, u64, u64, *const c_void) -> c_int,
+    /// Where the plane begins in its tensor.
+    base: u64,
+}
+
+// SAFETY: `user` and the callbacks are used on the thread of a call only, and the header says which.
+unsafe impl Send for CallerTensors {}
+// SAFETY: as above.
+unsafe impl Sync for CallerTensors {}
+
+/// The caller's access, if it has one.
+pub(super) unsafe fn access_of(access: *const kvs_tensor_access) -> Result<Option<CallerTensors>> {
+    if access.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the contract of all calls.
+    let c = unsafe { super::handle::array("access", access, 1) }?[0];
+    Ok(Some(CallerTensors {
+        user: c.user,
+        get: c.get.ok_or_else(|| Error::arg("access.get", "NULL"))?,
+        set: c.set.ok_or_else(|| Error::arg("access.set", "NULL"))?,
+        base: 0,
+    }))
+}
+
+/// `n` bytes of a tensor from `offset` on, as a plane of one cell: in host memory from `data` on, or through the
+/// caller's access.
+pub(super) unsafe fn tensor_bytes(
+    tensor: *mut c_void,
+    data: *mut c_void,
+    offset: u64,
+    n: u64,
+    access: Option<&CallerTensors>,
+) -> Result<Plane> {
+    let shape = PlaneShape::dense_rows(n);
+    if data.is_null() {
+        let access = access.ok_or_else(|| Error::arg("data", "NULL, and there is no access"))?;
+        let access = CallerTensors { base: offset, ..*access };
+        return Plane::remote(std::sync::Arc::new(access), tensor.expose_provenance(), 1, shape);
+    }
+    let offset =
+        usize::try_from(offset).map_err(|_| Error::arg("offset", format!("{offset} cannot be addressed")))?;
+    // SAFETY: the header demands that these bytes are the tensor's until the writer or reader is freed.
+    unsafe { Plane::adopt(data.cast::<u8>().wrapping_add(offset), 1, shape) }
+        .map(|plane| plane.named(tensor.expose_provenance()))
+}
+
+impl TensorAccess for CallerTensors {
+    fn get(&self, tensor: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        let tensor = std::ptr::with_exposed_provenance_mut(tensor);
+        let (n, dst) = (out.len() as u64, out.as_mut_ptr().cast());
+        // SAFETY: the header demands a callback that can be called like this; `out` has n bytes.
+        failed("get", unsafe { (self.get)(self.user, tensor, self.base + offset, n, dst) })
+    }
+
+    fn set(&self, tensor: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        let tensor = std::ptr::with_exposed_provenance_mut(tensor);
+        let (n, src) = (bytes.len() as u64, bytes.as_ptr().cast());
+        // SAFETY: as in get.
+        failed("set", unsafe { (self.set)(self.user, tensor, self.base + offset, n, src) })
+    }
+}
+
+/// A sink that hands everything to the caller's io.
+struct IoSink {
+    io: kvs_io,
+}
+
+impl<'a> Sink<'a> for IoSink {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let write = self.io.write.ok_or_else(|| Error::arg("io.write", "NULL"))?;
+        // SAFETY: the header demands a callback that can be called like this.
+        failed("write", unsafe { write(self.io.user, bytes.as_ptr().cast(), bytes.len()) })
+    }
+
+    fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
+        let write_tensor = self.io.write_tensor.ok_or_else(|| Error::arg("io.write_tensor", "NULL"))?;
+        let tensor = std::ptr::with_exposed_provenance_mut(region.tensor());
+        region.each_piece(|offset, bytes| {
+            // SAFETY: as in write.
+            failed("write_tensor", unsafe { write_tensor(self.io.user, tensor, offset, bytes as u64) })
+        })
+    }
+}
+
+/// Input from the caller's io.
+struct IoInput {
+    io: kvs_io,
+    offset: u64,
+}
+
+impl Input for IoInput {
+    fn read(&mut self, _: &'static str, out: &mut [u8]) -> Result<()> {
+        let read = self.io.read.ok_or_else(|| Error::arg("io.read", "NULL"))?;
+        // SAFETY: the header demands a callback that can be called like this.
+        failed("read", unsafe { read(self.io.user, out.as_mut_ptr().cast(), out.len()) })?;
+        self.offset += out.len() as u64;
+        Ok(())
+    }
+
+    fn left(&self) -> Option<u64> {
+        None
+    }
+
+    fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    fn version(&self) -> StateVersion {
+        StateVersion::CURRENT
+    }
+
+    fn tokens(&self) -> &[Token] {
+        &[]
+    }
+}
+
+impl TensorInput for IoInput {
+    fn read_tensor(&mut self, tensor: usize, offset: u64, bytes: usize) -> Result<()> {
+        let read_tensor = self.io.read_tensor.ok_or_else(|| Error::arg("io.read_tensor", "NULL"))?;
+        let tensor = std::ptr::with_exposed_provenance_mut(tensor);
+        // SAFETY: as in read.
+        failed("read_tensor", unsafe { read_tensor(self.io.user, tensor, offset, bytes as u64) })?;
+        self.offset += bytes as u64;
+        Ok(())
+    }
+}
+
+/// The caller's layout of a mirrored cache's source.
+pub(super) unsafe fn slots_in(view: &kvs_kv_view, sinfos: *const kvs_slot_info) -> Result<Option<SlotInfos>> {
+    if sinfos.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: the contract of all calls.
+    let sinfos = unsafe { super::handle::array("sinfos_in", sinfos, view.n_stream as usize) }?;
+    let cells = |sinfo: &kvs_slot_info| {
+        // SAFETY: the contract of all calls.
+        let idxs = unsafe { super::handle::array("sinfos_in.idxs", sinfo.idxs, sinfo.n as usize) }?;
+        Ok(idxs.to_vec())
+    };
+    sinfos.iter().map(cells).collect::<Result<_>>().map(Some)
+}
+
+/// The caller's room for a layout, checked before anything changes.
+pub(super) struct SlotsOut<'a>(&'a mut [kvs_slot_info]);
+
+impl SlotsOut<'_> {
+    pub(super) unsafe fn new(view: &kvs_kv_view, sinfos: *mut kvs_slot_info) -> Result<Self> {
+        let n = if sinfos.is_null() { 0 } else { view.n_stream as usize };
+        // SAFETY: the contract of all calls.
+        let sinfos = unsafe { super::handle::array_mut("sinfos_out", sinfos, n) }?;
+        match sinfos.iter().find(|sinfo| sinfo.capacity < view.kv_size || sinfo.idxs.is_null()) {
+            Some(sinfo) => {
+                let reason = format!("{}, each stream has room for kv_size {}", sinfo.capacity, view.kv_size);
+                Err(Error::arg("sinfos_out.capacity", reason))
+            }
+            None => Ok(Self(sinfos)),
+        }
+    }
+
+    pub(super) fn give(&mut self, slots: &SlotInfos) -> Result<()> {
+        for (sinfo, cells) in self.0.iter_mut().zip(slots) {
+            sinfo.n = u32::try_from(cells.len()).unwrap_or(u32::MAX);
+            // SAFETY: `new` has checked that there is room for kv_size cells, and a stream has no more.
+            unsafe { super::handle::array_mut("sinfos_out.idxs", sinfo.idxs, cells.len()) }?
+                .copy_from_slice(cells);
+        }
+        Ok(())
+    }
+}

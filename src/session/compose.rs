@@ -1,0 +1,353 @@
+//! A state that a server composes of sections of its own and of attention caches that kvstate views.
+//!
+//! Everything is collected first: a save copies the tensors of all sections in one batch when all of them have
+//! been named, and a restore reads, checks and places every section before the first change.
+
+use std::collections::VecDeque;
+use std::path::Path;
+
+use super::replace::Replacement;
+use super::view::FileView;
+use super::with_path;
+use crate::error::{Error, Result};
+use crate::format::{self, Cursor, FileHeader, FileKind, StateVersion, token_bytes, tokens_of};
+use crate::memory::{Geometry, KvPlan, KvView, SlotInfos};
+use crate::state::{FileSink, Input, RecordSink, Sink, SliceSink, Source, Tensors};
+use crate::storage::{self, Plane, Region, Scatter};
+use crate::types::{Move, Run, SeqId, StateFlags, Token};
+
+/// A state on its way out. `'a`: the memory of the tensors.
+#[derive(Debug)]
+pub struct StateWriter<'a> {
+    /// -1: the whole context.
+    seq_id: SeqId,
+    record: RecordSink<'a>,
+}
+
+impl<'a> StateWriter<'a> {
+    /// Collects the state of a sequence, or with -1 of a whole context.
+    #[must_use]
+    pub fn new(seq_id: SeqId) -> Self {
+        Self { seq_id, record: RecordSink::default() }
+    }
+
+    /// Takes metadata.
+    ///
+    /// # Errors
+    /// None at present.
+    pub fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        self.record.write(bytes)
+    }
+
+    /// Takes the bytes of a plane of one cell; they are copied when the state is.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the plane has another number of cells.
+    pub fn write_tensor(&mut self, plane: &'a Plane) -> Result<()> {
+        self.record.write_tensor(Region::new(plane, &[Run { start: 0, len: 1 }].into())?)
+    }
+
+    /// Takes an attention section.
+    ///
+    /// # Errors
+    /// As [`KvView::state_write`].
+    pub fn write_kv_cache(&mut self, view: &'a KvView, flags: StateFlags) -> Result<()> {
+        view.state_write(&mut self.record, self.seq_id, flags)
+    }
+
+    /// Bytes that [`StateWriter::get_data`] writes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.record.bytes() + self.blob_header().len() as u64
+    }
+
+    /// Writes the state to the start of `dst`: a sequence's with its header, as `llama_state_seq_get_data` does.
+    ///
+    /// # Errors
+    /// [`Error::BufferTooSmall`] (`dst` is untouched then), and what the owner of a tensor returns.
+    pub fn get_data(&self, dst: &mut [u8]) -> Result<usize> {
+        let (need, size) = (self.size(), dst.len() as u64);
+        if need > size {
+            return Err(Error::BufferTooSmall { need, size });
+        }
+        let mut sink = SliceSink::new(dst);
+        sink.write(&self.blob_header())?;
+        self.record.replay(&mut sink)?;
+        sink.finish()
+    }
+
+    /// Writes the state and a token list to a file, beside it, then renamed over it; returns the file's size.
+    ///
+    /// # Errors
+    /// [`Error::Io`], and what the owner of a tensor returns; a file that was there is untouched then.
+    pub fn save_file(&self, path: impl AsRef<Path>, tokens: &[Token]) -> Result<u64> {
+        let path = path.as_ref();
+        let n_tokens = u32::try_from(tokens.len())
+            .map_err(|_| Error::arg("n_token_count", format!("{} does not fit 32 bits", tokens.len())))?;
+        let kind = if self.seq_id == -1 { FileKind::Session } else { FileKind::Sequence };
+        let mut file = Replacement::create(path)?;
+        let mut sink = FileSink::new(file.writer());
+        let written = sink
+            .write(&FileHeader { kind, version: StateVersion::CURRENT, n_tokens }.to_bytes())
+            .and_then(|()| sink.write(&token_bytes(tokens)))
+            .and_then(|()| self.record.replay(&mut sink))
+            .and_then(|()| sink.finish());
+        let (_, len) = written.map_err(|error| with_path(error, path))?;
+        file.commit()?;
+        Ok(len)
+    }
+
+    fn blob_header(&self) -> Vec<u8> {
+        if self.seq_id == -1 { Vec::new() } else { format::seq_blob_header(self.seq_id).to_vec() }
+    }
+}
+
+/// A file that holds a state, mapped.
+#[derive(Debug)]
+pub struct StateFile {
+    file: FileView,
+    tokens: Vec<Token>,
+    version: StateVersion,
+}
+
+impl StateFile {
+    /// Opens a sequence file, or the file of a whole context.
+    ///
+    /// # Errors
+    /// [`Error::Io`], [`Error::UnknownVersion`], [`Error::Truncated`], [`Error::TokenCapacity`] for more than
+    /// `n_token_capacity` tokens.
+    pub fn open(path: impl AsRef<Path>, kind: FileKind, n_token_capacity: usize) -> Result<Self> {
+        let file = FileView::open(path.as_ref())?;
+        let mut cursor = Cursor::new(file.bytes());
+        let header = FileHeader::read(&mut cursor, kind)?;
+        let count = u64::from(header.n_tokens);
+        if header.n_tokens as usize > n_token_capacity {
+            return Err(Error::TokenCapacity { kind: kind.name(), count, capacity: n_token_capacity as u64 });
+        }
+        let tokens = tokens_of(cursor.bytes("tokens", count * 4)?).collect();
+        Ok(Self { tokens, version: header.version, file })
+    }
+
+    /// The token field.
+    #[must_use]
+    pub fn tokens(&self) -> &[Token] {
+        &self.tokens
+    }
+
+    /// The state, behind header and tokens.
+    pub(super) fn source(&self) -> Source<'_> {
+        let mut metadata = Cursor::new(self.file.bytes());
+        let skipped = metadata.bytes("header", (FileHeader::LEN + 4 * self.tokens.len()) as u64);
+        debug_assert!(skipped.is_ok(), "open has read that far");
+        Source { metadata, tensors: Tensors::InPlace, version: self.version, tokens: &self.tokens }
+    }
+}
+
+/// A step of a restore that was planned.
+#[derive(Debug)]
+struct Planned<'a> {
+    /// Offset behind the section.
+    end: usize,
+    geometry: Geometry,
+    slots: SlotInfos,
+    /// `None`: nothing of the section is restored.
+    plan: Option<KvPlan<'a>>,
+}
+
+/// What waits for the batch.
+#[derive(Debug)]
+enum Pending<'a> {
+    Kv(Box<KvView>, KvPlan<'a>),
+    Tensor(Plane, &'a [u8]),
+}
+
+/// A state on its way in. `'a`: the bytes of the state.
+///
+/// First every attention section is planned, in order, and what lies between them is read or skipped; nothing
+/// changes meanwhile. Then, from [`StateReader::rewind`] on, the same sections are read in the same order: cells
+/// are set at once, tensors wait for [`StateReader::finish`].
+#[derive(Debug)]
+pub struct StateReader<'a> {
+    start: Source<'a>,
+    source: Source<'a>,
+    planned: VecDeque<Planned<'a>>,
+    pending: Vec<Pending<'a>>,
+    /// Full-attention sections of partial states, which older llama.cpp wrote, are read and dropped.
+    legacy_partial: bool,
+}
+
+impl<'a> StateReader<'a> {
+    /// Reads the state of a sequence as `llama_state_seq_get_data` writes it.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], [`Error::Corrupt`] if it does not begin like one.
+    pub fn of_seq(src: &'a [u8]) -> Result<Self> {
+        let mut metadata = Cursor::new(src);
+        format::read_seq_blob_header(&mut metadata)?;
+        Ok(Self::of_source(Source::blob(metadata)))
+    }
+
+    /// Reads the metadata of a sequence's `ON_DEVICE` state, whose tensors somebody else keeps: it can be planned,
+    /// not read.
+    ///
+    /// # Errors
+    /// As [`StateReader::of_seq`].
+    pub fn of_device(metadata: &'a [u8]) -> Result<Self> {
+        let Self { source, .. } = Self::of_seq(metadata)?;
+        Ok(Self::of_source(Source { tensors: Tensors::Elsewhere(0), ..source }))
+    }
+
+    /// Reads the state of a whole context.
+    #[must_use]
+    pub fn of_whole(src: &'a [u8]) -> Self {
+        Self::of_source(Source::blob(Cursor::new(src)))
+    }
+
+    /// Reads the state in a file.
+    #[must_use]
+    pub fn of_file(file: &'a StateFile) -> Self {
+        Self::of_source(file.source())
+    }
+
+    fn of_source(source: Source<'a>) -> Self {
+        Self {
+            start: source.clone(),
+            source,
+            planned: VecDeque::new(),
+            pending: Vec::new(),
+            legacy_partial: false,
+        }
+    }
+
+    /// Bytes consumed, header included.
+    #[must_use]
+    pub fn offset(&self) -> usize {
+        self.source.metadata.offset()
+    }
+
+    /// Bytes that are left.
+    #[must_use]
+    pub fn left(&self) -> usize {
+        self.source.metadata.left()
+    }
+
+    /// Goes back to the first section, to read what was planned.
+    pub fn rewind(&mut self) {
+        self.source = self.start.clone();
+    }
+
+    /// Starts over: forgets what was planned. With `legacy_partial`, full-attention sections of partial states
+    /// are expected: llama.cpp wrote them until October 2026.
+    pub fn restart(&mut self, legacy_partial: bool) {
+        self.rewind();
+        self.planned.clear();
+        self.legacy_partial = legacy_partial;
+    }
+
+    /// The next bytes.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`].
+    pub fn read(&mut self, out: &mut [u8]) -> Result<()> {
+        Input::read(&mut self.source, "metadata", out)
+    }
+
+    /// Bytes of tensors that were planned so far, of a state whose tensors somebody else keeps; otherwise 0.
+    #[must_use]
+    pub fn tensor_bytes(&self) -> u64 {
+        match self.source.tensors {
+            Tensors::Elsewhere(bytes) => bytes,
+            Tensors::InPlace | Tensors::Beside(_) => 0,
+        }
+    }
+
+    /// Passes over `n` bytes of a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`].
+    pub fn skip_tensor(&mut self, n: u64) -> Result<()> {
+        self.source.tensor("tensor", n).map(drop)
+    }
+
+    /// The next bytes go to a plane of one cell, with the batch.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`].
+    pub fn read_tensor(&mut self, plane: Plane) -> Result<()> {
+        let bytes = self.source.tensor("tensor", plane.shape().cell_bytes())?;
+        self.pending.push(Pending::Tensor(plane, bytes));
+        Ok(())
+    }
+
+    /// Reads, checks and places the next section. Changes nothing. Returns the cells found, by stream.
+    ///
+    /// # Errors
+    /// Every way in which the bytes may not be a state of the cache, [`Error::NoSpace`], [`Error::SeqId`], what
+    /// the owner's calls return.
+    pub fn plan_kv_cache(
+        &mut self,
+        view: &KvView,
+        seq_id: SeqId,
+        flags: StateFlags,
+        sinfos_in: Option<&SlotInfos>,
+    ) -> Result<SlotInfos> {
+        let scope = view.scope(seq_id)?;
+        let mut source = self.source.clone();
+        let (plan, slots) = view.state_plan(&mut source, scope, flags, sinfos_in, self.legacy_partial)?;
+        self.source = source;
+        let (end, geometry) = (self.offset(), view.geometry().clone());
+        self.planned.push_back(Planned { end, geometry, slots: slots.clone(), plan });
+        Ok(slots)
+    }
+
+    /// Does what was planned for the next section: sets its cells; its tensors wait for the batch. Returns the
+    /// cells, by stream.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the next section that was planned is another one, what the owner's calls
+    /// return.
+    pub fn read_kv_cache(&mut self, mut view: KvView) -> Result<SlotInfos> {
+        if matches!(self.source.tensors, Tensors::Elsewhere(_)) {
+            return Err(Error::arg(
+                "reader",
+                "the tensors of this state are not here: it can be planned only",
+            ));
+        }
+        let Planned { end, plan, slots, .. } = self
+            .planned
+            .pop_front_if(|next| {
+                next.geometry == *view.geometry() && next.end >= self.source.metadata.offset()
+            })
+            .ok_or_else(|| {
+                Error::arg(
+                    "view",
+                    format!("section {} is not the next that was planned", view.geometry().name),
+                )
+            })?;
+        let offset = self.offset();
+        self.source.metadata.bytes("section", (end - offset) as u64)?;
+        if let Some(plan) = plan {
+            view.commit_cells(&plan)?;
+            self.pending.push(Pending::Kv(Box::new(view), plan));
+        }
+        Ok(slots)
+    }
+
+    /// Copies the tensors of everything that was read, in one batch.
+    ///
+    /// # Errors
+    /// What the owner of a tensor returns; cells are set then whose data is not there: empty them.
+    pub fn finish(&mut self) -> Result<()> {
+        const ONE: &[Move] = &[Move { src: 0, dst: 0, len: 1 }];
+        let mut batch = Vec::new();
+        for pending in &mut self.pending {
+            match pending {
+                Pending::Kv(view, plan) => batch.extend(view.scatter(plan)),
+                Pending::Tensor(plane, src) => batch.push(Scatter { plane, moves: ONE, n_src: 1, src }),
+            }
+        }
+        let scattered = storage::scatter(batch);
+        self.pending.clear();
+        scattered
+    }
+}
