@@ -1,0 +1,232 @@
+// The exported state calls that the adapter takes over. What it does not know, it leaves to the original.
+
+#include "access.h"
+#include "plan.h"
+
+#include "llama-impl.h"
+
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include <dlfcn.h>
+
+namespace {
+
+// llama.cpp's own, behind ours.
+template <typename F> F * original(F *, const char * name) {
+    void * symbol = dlsym(RTLD_NEXT, name);
+    if (!symbol) {
+        throw std::runtime_error(std::string("no ") + name + " behind the adapter: it goes before libllama");
+    }
+    return reinterpret_cast<F *>(symbol);
+}
+#define ORIGINAL(name) original(name, #name)
+
+constexpr uint32_t BLOB_MAGIC  = 0xaf143cd8; // of a sequence state in memory
+constexpr llama_state_seq_flags KNOWN_FLAGS = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
+
+// No exception leaves an exported call: it fails as llama.cpp's does, with a line in the log.
+template <typename F> size_t guarded(const char * call, F && body) {
+    try {
+        return body();
+    } catch (const std::exception & err) {
+        LLAMA_LOG_ERROR("%s: %s\n", call, err.what());
+    } catch (...) {
+        LLAMA_LOG_ERROR("%s: unknown exception\n", call);
+    }
+    return 0;
+}
+
+void check_flags(llama_state_seq_flags flags) {
+    if (flags & ~KNOWN_FLAGS) {
+        throw std::runtime_error("unknown state flags " + std::to_string(flags) + " (known: " +
+                std::to_string(KNOWN_FLAGS) + ")");
+    }
+}
+
+// Rotations of K and copies between streams that llama.cpp has put off until the next decode: the tensors are behind
+// the cells as long as they wait.
+void apply_pending(llama_context & ctx) {
+    ctx.synchronize();
+    ctx.memory_update(false);
+}
+
+void collect(llama_context & ctx, writer_io & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    if (llama_memory_t memory = ctx.get_memory()) {
+        memory->state_write(io, seq_id, flags);
+    }
+}
+
+// Nothing changes before all of the state is known to fit. False if the memory is of a kind that is not known here.
+bool restore(llama_context & ctx, reader_io & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    llama_memory_t memory = ctx.get_memory();
+    if (!memory) {
+        return true;
+    }
+    if (!plan_restore(*memory, io, seq_id, flags)) {
+        static const bool said = (LLAMA_LOG_WARN("kvstate: this memory is of a kind that the adapter does not know: "
+                "states are restored by llama.cpp, without a plan\n"), true);
+        (void) said;
+        return false;
+    }
+    // a pending copy into this sequence's stream would go over what is restored
+    apply_pending(ctx);
+    check(kvs_state_reader_rewind(io.reader));
+    io.planning = false;
+    try {
+        memory->state_read(io, seq_id, flags);
+        check(kvs_state_reader_finish(io.reader));
+    } catch (...) {
+        for (llama_kv_cache * kv : io.caches) {
+            kv->state_clear(seq_id);
+        }
+        memory->seq_rm(seq_id, -1, -1);
+        throw;
+    }
+    return true;
+}
+
+// llama.cpp aborts, or throws out of a C call, where a state that it keeps on the device does not fit.
+void check_on_device(llama_context & ctx, const uint8_t * src, size_t & size, llama_seq_id seq_id,
+        llama_state_seq_flags flags) {
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_new_on_device(seq_id, src, size, &reader));
+    reader_io io(reader);
+
+    llama_seq_id source;
+    std::memcpy(&source, src + sizeof(BLOB_MAGIC), sizeof(source));
+    const auto & states = ctx.*member(llama_context_mem_storage{});
+    const auto it = states.find(source);
+    if (it == states.end()) {
+        throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": none was taken");
+    }
+    uint64_t n_kept = 0;
+    for (const auto & [_, buffer] : it->second) {
+        n_kept += buffer.total_size;
+    }
+
+    llama_memory_t memory = ctx.get_memory();
+    if (!memory || !plan_restore(*memory, io, seq_id, flags)) {
+        return;
+    }
+    const uint64_t n_planned = kvs_state_reader_tensor_bytes(reader);
+    if (n_planned != n_kept) {
+        throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": the blob has " +
+                std::to_string(n_planned) + " bytes of tensors, the live one " + std::to_string(n_kept));
+    }
+    // bytes behind the state are ignored
+    size = kvs_state_reader_offset(reader);
+}
+
+} // namespace
+
+extern "C" {
+
+size_t llama_state_seq_get_size_ext(llama_context * ctx, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    return guarded(__func__, [&]() -> size_t {
+        check_flags(flags);
+        if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
+            return ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
+        }
+        writer_io io(seq_id);
+        collect(*ctx, io, seq_id, flags);
+        return io.n_bytes();
+    });
+}
+
+size_t llama_state_seq_get_data_ext(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id,
+        llama_state_seq_flags flags) {
+    return guarded(__func__, [&]() -> size_t {
+        check_flags(flags);
+        apply_pending(*ctx);
+        if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
+            // a buffer that is too small is noticed before the state that is kept is replaced
+            const size_t need = ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
+            if (need == 0 || need > size) {
+                throw std::runtime_error("buffer too small: the state has " + std::to_string(need) +
+                        " bytes, the buffer " + std::to_string(size));
+            }
+            return ORIGINAL(llama_state_seq_get_data_ext)(ctx, dst, size, seq_id, flags);
+        }
+        writer_io io(seq_id);
+        collect(*ctx, io, seq_id, flags);
+        const size_t n = kvs_state_writer_get_data(io.writer, dst, size);
+        check(n ? KVS_STATUS_OK : kvs_last_status());
+        return n;
+    });
+}
+
+size_t llama_state_seq_set_data_ext(llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
+        llama_state_seq_flags flags) {
+    return guarded(__func__, [&]() -> size_t {
+        check_flags(flags);
+        ctx->synchronize();
+        if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
+            check_on_device(*ctx, src, size, seq_id, flags);
+            apply_pending(*ctx);
+            return ORIGINAL(llama_state_seq_set_data_ext)(ctx, src, size, seq_id, flags);
+        }
+        kvs_state_reader * reader = nullptr;
+        check(kvs_state_reader_new(seq_id, src, size, &backend_access(), &reader));
+        reader_io io(reader);
+        if (!restore(*ctx, io, seq_id, flags)) {
+            return ORIGINAL(llama_state_seq_set_data_ext)(ctx, src, size, seq_id, flags);
+        }
+        return io.n_bytes();
+    });
+}
+
+size_t llama_state_seq_save_file(llama_context * ctx, const char * filepath, llama_seq_id seq_id,
+        const llama_token * tokens, size_t n_token_count) {
+    return guarded(__func__, [&]() -> size_t {
+        apply_pending(*ctx);
+        writer_io io(seq_id);
+        collect(*ctx, io, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
+        const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count);
+        check(n ? KVS_STATUS_OK : kvs_last_status());
+        return n;
+    });
+}
+
+size_t llama_state_seq_load_file(llama_context * ctx, const char * filepath, llama_seq_id dest_seq_id,
+        llama_token * tokens_out, size_t n_token_capacity, size_t * n_token_count_out) {
+    return guarded(__func__, [&]() -> size_t {
+        if (!tokens_out) {
+            // only asks how many tokens there are
+            return ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out, n_token_capacity,
+                    n_token_count_out);
+        }
+        ctx->synchronize();
+        kvs_state_reader * reader = nullptr;
+        check(kvs_state_reader_open_file(dest_seq_id, filepath, n_token_capacity, &backend_access(), &reader));
+        reader_io io(reader);
+        try {
+            if (!restore(*ctx, io, dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE)) {
+                return ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out, n_token_capacity,
+                        n_token_count_out);
+            }
+        } catch (const std::exception & err) {
+            throw std::runtime_error(std::string("failed to restore sequence state: ") + err.what());
+        }
+        const llama_token * tokens = nullptr;
+        size_t n_tokens = 0;
+        check(kvs_state_reader_tokens(reader, &tokens, &n_tokens));
+        if (n_tokens > 0) {
+            std::memcpy(tokens_out, tokens, n_tokens * sizeof(llama_token));
+        }
+        *n_token_count_out = n_tokens;
+        return io.n_bytes();
+    });
+}
+
+} // extern "C"
+
+namespace {
+
+// How to see that the adapter is there.
+__attribute__((constructor)) void say_active() {
+    std::fprintf(stderr, "kvstate: llama.cpp adapter active (built for llama.cpp %s)\n", KVSTATE_LLAMA_BUILD);
+}
+
+} // namespace
