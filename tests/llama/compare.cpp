@@ -93,11 +93,13 @@ bool is_masked(const Model &model, int32_t pos, int32_t last) {
 
 bool is_quantized(const Case &the_case) { return std::string(the_case.types) != "f16/f16"; }
 
-// Whether restored cells, and those that follow, lie where they would without the save. seq_add has the next token
-// search from cell 0, where a window leaves cells to be taken; so does the restore of a whole context.
+// Whether restored cells, and those that follow, lie where they would without the save. The next token goes behind
+// the last cell that was restored; without the save it would go elsewhere after seq_add, which has it search from
+// cell 0, and where an SWA cache has wrapped.
 bool same_cells_in_place(const Case &the_case) {
     const std::string layout = the_case.layout;
-    return layout != "holes" && !(layout == "shifted" && has_masked(the_case));
+    if (layout == "holes") return false;
+    return !has_masked(the_case) || !(layout == "shifted" || (layout == "long" && !(the_case.options & swa_full)));
 }
 bool same_cells_fresh(const Case &the_case) {
     return same_cells_in_place(the_case) &&
@@ -186,6 +188,7 @@ void round_trip_legs(const Case &the_case, const Legs &legs, Report &report) {
     same(the_case, in_place, report, "adapter: restored in place and gone on", mine.logits("in_place"), never);
     same(the_case, fresh, report, "adapter: restored into an empty cache and gone on", mine.logits("fresh"),
          never);
+    // After a whole context the next token searches from cell 0 as well.
     same(the_case, fresh && !has_masked(the_case), report, "adapter: the whole context restored and gone on",
          mine.logits("whole"), never);
     same(the_case, in_place, report, "adapter: back at a checkpoint and gone on", mine.logits("checkpoint"),

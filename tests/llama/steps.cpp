@@ -177,7 +177,9 @@ public:
         ++tries_[what];
         refused_[what] += consumed == 0;
         unchanged_[what] += unchanged;
-        if (!unchanged) before_ = session_.snapshot();
+        if (unchanged) return;
+        session_.set_whole(before_.back());  // so that the next one has something to break, too
+        before_ = session_.snapshot();
     }
 
     ~Refusals() {
@@ -325,18 +327,26 @@ void on_device_refusals(llama_model *model, const Case &the_case, Results &out) 
     Session session(model, the_case);
     session.fill(the_case.layout);
     const llama_pos n = session.pos_max(saved_seq) + 1;
-    Bytes never_taken = session.get(saved_seq, on_device);
-    const Bytes replaced = never_taken;
+    const Bytes shorter = session.get(saved_seq, on_device);
+    Bytes never_taken = shorter;
     const llama_seq_id elsewhere = 3;
     std::memcpy(never_taken.data() + 4, &elsewhere, sizeof elsewhere);
     session.decode(saved_seq, n, 5);
+    const Bytes unmoved = session.get(saved_seq, on_device);
+    if (llama_memory_can_shift(session.memory())) {
+        // As long as the one before, but not the same.
+        llama_memory_seq_add(session.memory(), saved_seq, 0, -1, 7);
+    }
     const Bytes live = session.get(saved_seq, on_device);
     const Bytes host = session.get(saved_seq);
-    fill_others(session, n + 5, 40);
+    fill_others(session, session.pos_max(saved_seq) + 1, 40);
     {
         Refusals refusals(session, out);
         refusals.expect("never_taken", [&] { return session.set(never_taken, saved_seq, on_device); });
-        refusals.expect("replaced", [&] { return session.set(replaced, saved_seq, on_device); });
+        refusals.expect("replaced", [&] { return session.set(shorter, saved_seq, on_device); });
+        if (live != unmoved) {
+            refusals.expect("replaced_by_one_as_long", [&] { return session.set(unmoved, saved_seq, on_device); });
+        }
         refusals.expect("device_as_host", [&] { return session.set(live, saved_seq, none); });
         refusals.expect("host_as_device", [&] { return session.set(host, saved_seq, on_device); });
         refusals.expect("truncated",
