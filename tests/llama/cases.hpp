@@ -67,6 +67,7 @@ struct Case {
 //   long         300 tokens: an SWA cache of 256 cells wraps
 //   interleaved  60 tokens, every third cell
 //   holes        the same, after its neighbours were removed
+//   shared       100 tokens, all shared with another sequence, which goes on
 //   shifted      100 tokens, moved by 7 positions, the rotation applied by a decode
 //   late         100 tokens from position 8122, over the end of a chunk of llama4's
 //   image        20 tokens, an image of 4 x 4 cells that share a position (M-RoPE), 20 tokens
@@ -80,6 +81,7 @@ const std::vector<Case> cases = {
     {"round_trip", "llama-dense", "f16/f16", flash, "interleaved"},
     {"round_trip", "llama-dense", "f16/f16", small, "holes"},
     {"round_trip", "llama-dense", "f16/f16", flash, "holes"},
+    {"round_trip", "llama-dense", "f16/f16", 0, "shared"},
     {"round_trip", "llama-dense", "f16/f16", 0, "shifted"},
     {"round_trip", "llama-dense", "f16/f16", flash | streams, "shifted"},
     {"round_trip", "llama-dense", "f16/f16", 0, "emptied"},
@@ -109,6 +111,7 @@ const std::vector<Case> cases = {
     {"round_trip", "gemma3-dense", "f16/f16", flash | streams, "long"},
     {"round_trip", "gemma3-dense", "f16/f16", swa_full, "long"},
     {"round_trip", "gemma3-dense", "f16/f16", swa_full, "shifted"},
+    {"round_trip", "gemma3-dense", "f16/f16", swa_full, "shared"},
     {"round_trip", "gemma3-dense", "f16/f16", 0, "emptied"},
     {"round_trip", "gemma3-dense", "q8_0/q8_0", flash, "long"},
     {"round_trip", "gemma3-dense", "q4_0/q4_0", flash | swa_full, "interleaved"},
@@ -161,6 +164,11 @@ const std::vector<Case> cases = {
     {"pending_shift", "cohere2-dense", "f16/f16", swa_full, "short"},
     {"pending_copy", "llama-dense", "f16/f16", streams | small, "contiguous"},
     {"pending_copy", "gemma3-dense", "f16/f16", flash | streams, "contiguous"},
+
+    // 230 of 256 cells of the window's cache belong to others.
+    {"crowded", "gemma3-dense", "f16/f16", 0, "contiguous"},
+    {"crowded", "cohere2-dense", "f16/f16", flash, "contiguous"},
+    {"crowded", "gpt-oss-moe", "f16/f16", 0, "long"},
 
     {"refusals", "llama-dense", "f16/f16", small, "contiguous"},
     {"refusals", "llama-dense", "f16/f16", flash | streams, "contiguous"},

@@ -98,8 +98,9 @@ bool is_quantized(const Case &the_case) { return std::string(the_case.types) != 
 // cell 0, and where an SWA cache has wrapped.
 bool same_cells_in_place(const Case &the_case) {
     const std::string layout = the_case.layout;
-    if (layout == "holes") return false;
-    return !has_masked(the_case) || !(layout == "shifted" || (layout == "long" && !(the_case.options & swa_full)));
+    if (layout == "holes" || layout == "shared") return false;
+    return !has_masked(the_case) ||
+           !(layout == "shifted" || (layout == "long" && !(the_case.options & swa_full)));
 }
 bool same_cells_fresh(const Case &the_case) {
     return same_cells_in_place(the_case) &&
@@ -112,7 +113,12 @@ void round_trip_of(const std::string &leg, const Results &r, Report &report) {
     report.equal(leg + ": get_data into a buffer that is too small", r.number("get_short"), 0);
     report.equal(leg + ": get_data into a larger buffer", r.number("get_long"), size);
     report.equal(leg + ": nothing is written behind the state", r.number("long_untouched"), 1);
-    for (const char *set : {"set_in_place", "set_fresh", "set_over", "set_there", "set_back"}) {
+    report.equal(leg + ": save_file into a folder that is not there", r.number("save_nowhere"), 0);
+    report.equal(leg + ": load_file without room for tokens counts them", r.number("counted_tokens"), 1);
+    report.equal(leg + ": load_file without room for tokens returns their offset", r.number("count_tokens"),
+                 12);
+    for (const char *set :
+         {"set_in_place", "set_fresh", "set_over", "set_with_bytes_behind", "set_there", "set_back"}) {
         report.equal(leg + ": " + set + " consumes the state", r.number(set), size);
     }
     report.equal(leg + ": save_file returns the size of the file", r.number("save_file"),
@@ -193,6 +199,9 @@ void round_trip_legs(const Case &the_case, const Legs &legs, Report &report) {
          mine.logits("whole"), never);
     same(the_case, in_place, report, "adapter: back at a checkpoint and gone on", mine.logits("checkpoint"),
          never);
+
+    report.equal("adapter: restored in place, the other sequences are as they were",
+                 mine.number("others_unchanged"), 1);
 
     // Positions.
     report.equal("adapter: pos_min after the restore", mine.number("in_place_pos_min"), mine.number("pos_min"));
@@ -335,12 +344,27 @@ void compare_legs(const Case &the_case, const Legs &legs, Report &report) {
               stock.logits("never"));
     }
     if (steps == "pending_shift" || steps == "pending_copy") {
-        report.equal("adapter: set_data consumes the state", mine.number("set"), mine.number("size"));
         const bool searched_from_0 = steps == "pending_shift" && has_masked(the_case);
-        same(the_case, !searched_from_0, report, "adapter: saved before the decode, restored and gone on",
-             mine.logits("restored"), mine.logits("never"));
-        if (steps == "pending_shift")
+        report.equal("adapter: set_data consumes the state", mine.number("set"), mine.number("size"));
+        for (const std::string what : {"restored", "restored_file", "restored_whole"}) {
+            same(the_case, !searched_from_0, report, "adapter: saved before the decode, gone on, " + what,
+                 mine.logits(what), mine.logits("never"));
+        }
+        if (steps == "pending_shift") {
             exact(report, "adapter: saved and gone on", mine.logits("saved"), mine.logits("never"));
+        }
+    }
+    if (steps == "crowded") {
+        report.equal("adapter: set_data into a crowded cache consumes the state", mine.number("set"),
+                     mine.number("size"));
+        report.equal("adapter: pos_max in a crowded cache", mine.number("pos_max"),
+                     mine.number("n_tokens") - 1);
+        close(the_case, report, "adapter: restored into a crowded cache and gone on", mine.logits("restored"),
+              mine.logits("never"));
+        for (const std::string seq : {"0", "other"}) {
+            close(the_case, report, "adapter: gone on with sequence " + seq + " around it",
+                  mine.logits("restored_" + seq), mine.logits("never_" + seq));
+        }
     }
     if (steps == "refusals" || steps == "on_device_refusals") refused("adapter", mine, report);
     if (steps == "on_device") {

@@ -124,6 +124,10 @@ void Session::fill(const std::string &layout) {
     }
     const int n = layout == "short" ? 24 : layout == "long" ? 300 : 100;
     decoded(!decode(saved_seq, first_pos(layout), n).empty());
+    if (layout == "shared") {
+        llama_memory_seq_cp(memory(), saved_seq, other_seq, -1, -1);
+        decoded(!decode(other_seq, n, 10).empty());
+    }
     if (layout == "shifted") {
         llama_memory_seq_add(memory(), saved_seq, 0, -1, 7);
         decoded(!decode(saved_seq, n + 7, 1).empty());

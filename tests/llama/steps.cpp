@@ -60,11 +60,18 @@ void round_trip(llama_model *model, const Case &the_case, Results &out) {
     out.put("whole", whole);
     buffer_rules(session, state.size(), out);
 
+    const std::string nowhere = out.folder() / "missing" / "slot.bin";
+    out.put("save_nowhere", number(llama_state_seq_save_file(session.ctx(), nowhere.c_str(), saved_seq,
+                                                             tokens.data(), tokens.size())));
+
     // In place, with what the other sequences hold around it.
+    const auto others = [&] { return std::pair{session.get(0), session.get(other_seq)}; };
+    const auto others_before = others();
     llama_memory_seq_rm(session.memory(), saved_seq, -1, -1);
     out.put("set_in_place", number(session.set(state, saved_seq)));
     out.put("in_place_pos_min", session.pos_min(saved_seq));
     out.put("in_place", session.get(saved_seq));
+    out.put("others_unchanged", others() == others_before);
     out.put("in_place", session.go_on(saved_seq, n));
 
     // Alone in an empty cache; over something else; as another sequence and back.
@@ -77,6 +84,9 @@ void round_trip(llama_model *model, const Case &the_case, Results &out) {
     out.put("set_over", number(session.set(state, saved_seq)));
     out.put("over_pos_max", session.pos_max(saved_seq));
     out.put("over", session.get(saved_seq));
+    Bytes longer = state;
+    longer.resize(state.size() + 100, 0x5a);
+    out.put("set_with_bytes_behind", number(session.set(longer, saved_seq)));
     llama_memory_clear(session.memory(), true);
     out.put("set_there", number(session.set(state, other_seq)));
     out.put("there_pos_max", session.pos_max(other_seq));
@@ -89,6 +99,9 @@ void round_trip(llama_model *model, const Case &the_case, Results &out) {
     llama_memory_clear(session.memory(), true);
     std::vector<llama_token> loaded(512);
     size_t n_loaded = 0;
+    out.put("count_tokens",
+            number(llama_state_seq_load_file(session.ctx(), slot.c_str(), saved_seq, nullptr, 0, &n_loaded)));
+    out.put("counted_tokens", n_loaded == tokens.size());
     out.put("load_file", number(llama_state_seq_load_file(session.ctx(), slot.c_str(), saved_seq, loaded.data(),
                                                           loaded.size(), &n_loaded)));
     loaded.resize(n_loaded);
@@ -123,19 +136,46 @@ void cut(llama_model *model, const Case &the_case, Results &out) {
     out.put("restored", session.go_on(saved_seq, prompt));
 }
 
+// Pending work and a slot file, and pending work and the whole context.
+template <typename Pend>
+void other_ways(llama_model *model, const Case &the_case, Pend pend, llama_seq_id seq, llama_pos n,
+                Results &out) {
+    Session session(model, the_case);
+    session.fill(the_case.layout);
+    pend(session);
+    const std::string slot = out.folder() / "slot.bin";
+    const llama_token token = 1;
+    llama_state_seq_save_file(session.ctx(), slot.c_str(), seq, &token, 1);
+    llama_memory_clear(session.memory(), true);
+    llama_token loaded = 0;
+    size_t n_loaded = 0;
+    llama_state_seq_load_file(session.ctx(), slot.c_str(), seq, &loaded, 1, &n_loaded);
+    out.put("restored_file", session.go_on(seq, n));
+
+    llama_memory_clear(session.memory(), true);
+    session.fill(the_case.layout);
+    pend(session);
+    const Bytes whole = session.get_whole();
+    llama_memory_clear(session.memory(), true);
+    session.set_whole(whole);
+    out.put("restored_whole", session.go_on(seq, n));
+}
+
 void pending_shift(llama_model *model, const Case &the_case, Results &out) {
     Session never(model, the_case);
     out.put("can_shift", llama_memory_can_shift(never.memory()));
+    const auto pend = [](Session &session) { llama_memory_seq_add(session.memory(), saved_seq, 0, -1, 7); };
     never.fill(the_case.layout);
-    llama_memory_seq_add(never.memory(), saved_seq, 0, -1, 7);
+    pend(never);
     const llama_pos n = never.pos_max(saved_seq) + 1;
     out.put("never", never.go_on(saved_seq, n));
 
     Session session(model, the_case);
     session.fill(the_case.layout);
-    llama_memory_seq_add(session.memory(), saved_seq, 0, -1, 7);
+    pend(session);
     const Bytes state = session.get(saved_seq);
     out.put("saved", session.go_on(saved_seq, n));
+    other_ways(model, the_case, pend, saved_seq, n, out);
     llama_memory_clear(session.memory(), true);
     out.put("size", number(state.size()));
     out.put("set", number(session.set(state, saved_seq)));
@@ -163,6 +203,35 @@ void pending_copy(llama_model *model, const Case &the_case, Results &out) {
     out.put("size", number(state.size()));
     out.put("set", number(session.set(state, other_seq)));
     out.put("restored", session.go_on(other_seq, n));
+    other_ways(model, the_case, copy, other_seq, n, out);
+}
+
+// Others fill the window's cache: what is restored has to do without some of its masked cells.
+void crowded(llama_model *model, const Case &the_case, Results &out) {
+    const auto crowd = [](Session &session) {
+        session.decode(0, 0, 130);
+        session.decode(other_seq, 0, 100);
+    };
+    constexpr uint32_t n_ctx = 1024;  // without a window there is room for all
+    Session source(model, the_case, n_ctx);
+    source.fill(the_case.layout);
+    const llama_pos n = source.pos_max(saved_seq) + 1;
+    const Bytes state = source.get(saved_seq);
+    out.put("never", source.go_on(saved_seq, n));
+    Session never(model, the_case, n_ctx);
+    crowd(never);
+    out.put("never_0", never.go_on(0, 130));
+    out.put("never_other", never.go_on(other_seq, 100));
+
+    Session session(model, the_case, n_ctx);
+    crowd(session);
+    out.put("size", number(state.size()));
+    out.put("set", number(session.set(state, saved_seq)));
+    out.put("pos_max", session.pos_max(saved_seq));
+    out.put("n_tokens", n);
+    out.put("restored", session.go_on(saved_seq, n));
+    out.put("restored_0", session.go_on(0, 130));
+    out.put("restored_other", session.go_on(other_seq, 100));
 }
 
 // Counts restores that were refused, and those that left every sequence as it was.
@@ -239,6 +308,13 @@ void refusals(llama_model *model, const Case &the_case, Results &out) {
             bad[i] ^= 0x10;
             refusals.expect("magic", [&] { return session.set(bad, saved_seq); });
         }
+        for (const llama_seq_id seq : {-1, static_cast<llama_seq_id>(n_seq), 1 << 20}) {
+            refusals.expect("sequence_out_of_range", [&] { return session.set(state, seq); });
+            refusals.expect("get_out_of_range", [&] { return llama_state_seq_get_size(session.ctx(), seq); });
+        }
+        for (const llama_state_seq_flags flags : {4u, 1u << 31}) {
+            refusals.expect("flags", [&] { return session.set(state, saved_seq, flags); });
+        }
         for (const size_t n_bytes : cuts_of(whole.size())) {
             refusals.expect("whole_truncated", [&] { return session.set_whole(first(whole, n_bytes)); });
         }
@@ -311,6 +387,9 @@ void on_device_steps(llama_model *model, const Case &the_case, Results &out) {
     llama_memory_clear(session.memory(), true);
     out.put("set", number(session.set(state, saved_seq, on_device)));
     out.put("restored", session.go_on(saved_seq, n));
+    Bytes longer = state;
+    longer.resize(state.size() + 100, 0x5a);
+    out.put("set_with_bytes_behind", number(session.set(longer, saved_seq)));
     llama_memory_clear(session.memory(), true);
     out.put("set_there", number(session.set(state, other_seq, on_device)));
     out.put("there_pos_max", session.pos_max(other_seq));
@@ -345,7 +424,8 @@ void on_device_refusals(llama_model *model, const Case &the_case, Results &out) 
         refusals.expect("never_taken", [&] { return session.set(never_taken, saved_seq, on_device); });
         refusals.expect("replaced", [&] { return session.set(shorter, saved_seq, on_device); });
         if (live != unmoved) {
-            refusals.expect("replaced_by_one_as_long", [&] { return session.set(unmoved, saved_seq, on_device); });
+            refusals.expect("replaced_by_one_as_long",
+                            [&] { return session.set(unmoved, saved_seq, on_device); });
         }
         refusals.expect("device_as_host", [&] { return session.set(live, saved_seq, none); });
         refusals.expect("host_as_device", [&] { return session.set(host, saved_seq, on_device); });
@@ -364,6 +444,7 @@ void run_steps(llama_model *model, const Case &the_case, Results &out) {
         {"cut", cut},
         {"pending_shift", pending_shift},
         {"pending_copy", pending_copy},
+        {"crowded", crowded},
         {"refusals", refusals},
         {"on_device", on_device_steps},
         {"on_device_refusals", on_device_refusals},
