@@ -310,7 +310,6 @@ void refusals(llama_model *model, const Case &the_case, Results &out) {
         }
         for (const llama_seq_id seq : {-1, static_cast<llama_seq_id>(n_seq), 1 << 20}) {
             refusals.expect("sequence_out_of_range", [&] { return session.set(state, seq); });
-            refusals.expect("get_out_of_range", [&] { return llama_state_seq_get_size(session.ctx(), seq); });
         }
         for (const llama_state_seq_flags flags : {4u, 1u << 31}) {
             refusals.expect("flags", [&] { return session.set(state, saved_seq, flags); });
