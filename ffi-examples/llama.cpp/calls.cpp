@@ -3,8 +3,11 @@
 #include "access.h"
 #include "plan.h"
 
+#include "llama-arch.h"
 #include "llama-impl.h"
+#include "llama-model.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -26,6 +29,9 @@ template <typename F> F * original(F *, const char * name) {
 constexpr uint32_t BLOB_MAGIC  = 0xaf143cd8; // of a sequence state in memory
 constexpr llama_state_seq_flags KNOWN_FLAGS = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
 
+// In place of a sequence: the state of the whole context.
+constexpr llama_seq_id WHOLE_CONTEXT = -1;
+
 // No exception leaves an exported call: it fails as llama.cpp's does, with a line in the log.
 template <typename F> size_t guarded(const char * call, F && body) {
     try {
@@ -38,7 +44,14 @@ template <typename F> size_t guarded(const char * call, F && body) {
     return 0;
 }
 
-void check_flags(llama_state_seq_flags flags) {
+// A sequence's state of seq_id -1 is of all sequences; no server makes one, and llama.cpp goes on doing it.
+constexpr llama_seq_id ALL_SEQUENCES = -1;
+
+void check_call(llama_seq_id seq_id, llama_state_seq_flags flags) {
+    if (seq_id < ALL_SEQUENCES || seq_id >= LLAMA_MAX_SEQ) {
+        throw std::runtime_error("seq_id " + std::to_string(seq_id) + " is out of range [0, " +
+                std::to_string(LLAMA_MAX_SEQ) + ")");
+    }
     if (flags & ~KNOWN_FLAGS) {
         throw std::runtime_error("unknown state flags " + std::to_string(flags) + " (known: " +
                 std::to_string(KNOWN_FLAGS) + ")");
@@ -52,15 +65,37 @@ void apply_pending(llama_context & ctx) {
     ctx.memory_update(false);
 }
 
+// A sequence, or with -1 the whole context, which begins with the name of the architecture.
 void collect(llama_context & ctx, writer_io & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    if (seq_id == WHOLE_CONTEXT) {
+        io.write_string(llm_arch_name(ctx.get_model().arch));
+    }
     if (llama_memory_t memory = ctx.get_memory()) {
         memory->state_write(io, seq_id, flags);
     }
 }
 
+void check_arch(llama_context & ctx, reader_io & io) {
+    const std::string expected = llm_arch_name(ctx.get_model().arch);
+    uint32_t size;
+    io.read(&size, sizeof(size));
+    std::string arch(std::min<size_t>({ size, kvs_state_reader_left(io.reader), 64 }), '\0');
+    io.read(&arch[0], arch.size());
+    if (arch != expected || size != expected.size()) {
+        throw std::runtime_error("wrong model arch: '" + arch + "' instead of '" + expected + "'");
+    }
+}
+
 // Nothing changes before all of the state is known to fit. False if the memory is of a kind that is not known here.
-bool restore(llama_context & ctx, reader_io & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
+bool restore(llama_context & ctx, reader_io & io, llama_seq_id seq_id, llama_state_seq_flags flags,
+        bool to_the_end = false) {
     llama_memory_t memory = ctx.get_memory();
+    const auto begin = [&] {
+        if (seq_id == WHOLE_CONTEXT) {
+            check_arch(ctx, io);
+        }
+    };
+    begin();
     if (!memory) {
         return true;
     }
@@ -70,14 +105,24 @@ bool restore(llama_context & ctx, reader_io & io, llama_seq_id seq_id, llama_sta
         (void) said;
         return false;
     }
+    const size_t left = kvs_state_reader_left(io.reader);
+    if (to_the_end && left > 0) {
+        throw std::runtime_error("did not read all of the session file data: " + std::to_string(left) +
+                " bytes behind the state");
+    }
     // a pending copy into this sequence's stream would go over what is restored
     apply_pending(ctx);
     check(kvs_state_reader_rewind(io.reader));
+    begin();
     io.planning = false;
     try {
         memory->state_read(io, seq_id, flags);
         check(kvs_state_reader_finish(io.reader));
     } catch (...) {
+        if (seq_id == WHOLE_CONTEXT) {
+            memory->clear(true);
+            throw;
+        }
         for (llama_kv_cache * kv : io.caches) {
             kv->state_clear(seq_id);
         }
@@ -85,6 +130,51 @@ bool restore(llama_context & ctx, reader_io & io, llama_seq_id seq_id, llama_sta
         throw;
     }
     return true;
+}
+
+size_t get_data(llama_context & ctx, uint8_t * dst, size_t size, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    apply_pending(ctx);
+    writer_io io(seq_id);
+    collect(ctx, io, seq_id, flags);
+    // a deprecated call says that the buffer is as large as it gets
+    const size_t n = kvs_state_writer_get_data(io.writer, dst, std::min(size, io.n_bytes()));
+    check(n ? KVS_STATUS_OK : kvs_last_status());
+    return n;
+}
+
+size_t save_file(llama_context & ctx, const char * filepath, llama_seq_id seq_id, const llama_token * tokens,
+        size_t n_token_count) {
+    apply_pending(ctx);
+    writer_io io(seq_id);
+    collect(ctx, io, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
+    const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count);
+    check(n ? KVS_STATUS_OK : kvs_last_status());
+    return n;
+}
+
+// The offset behind the state; 0 if llama.cpp has to do it.
+size_t load_file(llama_context & ctx, const char * filepath, llama_seq_id dest_seq_id, llama_token * tokens_out,
+        size_t n_token_capacity, size_t * n_token_count_out) {
+    ctx.synchronize();
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_open_file(dest_seq_id, filepath, n_token_capacity, &backend_access(), &reader));
+    reader_io io(reader);
+    try {
+        if (!restore(ctx, io, dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE, dest_seq_id == WHOLE_CONTEXT)) {
+            return 0;
+        }
+    } catch (const std::exception & err) {
+        throw std::runtime_error(std::string("failed to restore ") +
+                (dest_seq_id == WHOLE_CONTEXT ? "session" : "sequence") + " state: " + err.what());
+    }
+    const llama_token * tokens = nullptr;
+    size_t n_tokens = 0;
+    check(kvs_state_reader_tokens(reader, &tokens, &n_tokens));
+    if (n_tokens > 0) {
+        std::memcpy(tokens_out, tokens, n_tokens * sizeof(llama_token));
+    }
+    *n_token_count_out = n_tokens;
+    return io.n_bytes();
 }
 
 // llama.cpp aborts, or throws out of a C call, where a state that it keeps on the device does not fit.
@@ -123,10 +213,51 @@ void check_on_device(llama_context & ctx, const uint8_t * src, size_t & size, ll
 
 extern "C" {
 
+size_t llama_state_get_size(llama_context * ctx) {
+    return guarded(__func__, [&] {
+        writer_io io(WHOLE_CONTEXT);
+        collect(*ctx, io, WHOLE_CONTEXT, LLAMA_STATE_SEQ_FLAGS_NONE);
+        return io.n_bytes();
+    });
+}
+
+size_t llama_state_get_data(llama_context * ctx, uint8_t * dst, size_t size) {
+    return guarded(__func__, [&] { return get_data(*ctx, dst, size, WHOLE_CONTEXT, LLAMA_STATE_SEQ_FLAGS_NONE); });
+}
+
+size_t llama_state_set_data(llama_context * ctx, const uint8_t * src, size_t size) {
+    return guarded(__func__, [&]() -> size_t {
+        ctx->synchronize();
+        // the deprecated call does not know how long the state is
+        if (size != SIZE_MAX) {
+            kvs_state_reader * reader = nullptr;
+            check(kvs_state_reader_new(WHOLE_CONTEXT, src, size, &backend_access(), &reader));
+            reader_io io(reader);
+            if (restore(*ctx, io, WHOLE_CONTEXT, LLAMA_STATE_SEQ_FLAGS_NONE)) {
+                return io.n_bytes();
+            }
+        }
+        return ORIGINAL(llama_state_set_data)(ctx, src, size);
+    });
+}
+
+bool llama_state_load_file(llama_context * ctx, const char * path_session, llama_token * tokens_out,
+        size_t n_token_capacity, size_t * n_token_count_out) {
+    return guarded(__func__, [&]() -> size_t {
+        return load_file(*ctx, path_session, WHOLE_CONTEXT, tokens_out, n_token_capacity, n_token_count_out) > 0 ||
+            ORIGINAL(llama_state_load_file)(ctx, path_session, tokens_out, n_token_capacity, n_token_count_out);
+    });
+}
+
+bool llama_state_save_file(llama_context * ctx, const char * path_session, const llama_token * tokens,
+        size_t n_token_count) {
+    return guarded(__func__, [&] { return save_file(*ctx, path_session, WHOLE_CONTEXT, tokens, n_token_count); });
+}
+
 size_t llama_state_seq_get_size_ext(llama_context * ctx, llama_seq_id seq_id, llama_state_seq_flags flags) {
     return guarded(__func__, [&]() -> size_t {
-        check_flags(flags);
-        if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
+        check_call(seq_id, flags);
+        if (seq_id == ALL_SEQUENCES || flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
             return ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
         }
         writer_io io(seq_id);
@@ -138,29 +269,28 @@ size_t llama_state_seq_get_size_ext(llama_context * ctx, llama_seq_id seq_id, ll
 size_t llama_state_seq_get_data_ext(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id,
         llama_state_seq_flags flags) {
     return guarded(__func__, [&]() -> size_t {
-        check_flags(flags);
-        apply_pending(*ctx);
-        if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
-            // a buffer that is too small is noticed before the state that is kept is replaced
-            const size_t need = ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
-            if (need == 0 || need > size) {
-                throw std::runtime_error("buffer too small: the state has " + std::to_string(need) +
-                        " bytes, the buffer " + std::to_string(size));
-            }
-            return ORIGINAL(llama_state_seq_get_data_ext)(ctx, dst, size, seq_id, flags);
+        check_call(seq_id, flags);
+        if (seq_id != ALL_SEQUENCES && !(flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE)) {
+            return get_data(*ctx, dst, size, seq_id, flags);
         }
-        writer_io io(seq_id);
-        collect(*ctx, io, seq_id, flags);
-        const size_t n = kvs_state_writer_get_data(io.writer, dst, size);
-        check(n ? KVS_STATUS_OK : kvs_last_status());
-        return n;
+        apply_pending(*ctx);
+        // a buffer that is too small is noticed before the state that is kept is replaced
+        const size_t need = ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
+        if (need == 0 || need > size) {
+            throw std::runtime_error("buffer too small: the state has " + std::to_string(need) +
+                    " bytes, the buffer " + std::to_string(size));
+        }
+        return ORIGINAL(llama_state_seq_get_data_ext)(ctx, dst, size, seq_id, flags);
     });
 }
 
 size_t llama_state_seq_set_data_ext(llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
         llama_state_seq_flags flags) {
     return guarded(__func__, [&]() -> size_t {
-        check_flags(flags);
+        check_call(seq_id, flags);
+        if (seq_id == ALL_SEQUENCES) {
+            return ORIGINAL(llama_state_seq_set_data_ext)(ctx, src, size, seq_id, flags);
+        }
         ctx->synchronize();
         if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
             check_on_device(*ctx, src, size, seq_id, flags);
@@ -179,44 +309,23 @@ size_t llama_state_seq_set_data_ext(llama_context * ctx, const uint8_t * src, si
 
 size_t llama_state_seq_save_file(llama_context * ctx, const char * filepath, llama_seq_id seq_id,
         const llama_token * tokens, size_t n_token_count) {
-    return guarded(__func__, [&]() -> size_t {
-        apply_pending(*ctx);
-        writer_io io(seq_id);
-        collect(*ctx, io, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
-        const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count);
-        check(n ? KVS_STATUS_OK : kvs_last_status());
-        return n;
+    return guarded(__func__, [&] {
+        check_call(seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
+        return seq_id == ALL_SEQUENCES ?
+            ORIGINAL(llama_state_seq_save_file)(ctx, filepath, seq_id, tokens, n_token_count) :
+            save_file(*ctx, filepath, seq_id, tokens, n_token_count);
     });
 }
 
 size_t llama_state_seq_load_file(llama_context * ctx, const char * filepath, llama_seq_id dest_seq_id,
         llama_token * tokens_out, size_t n_token_capacity, size_t * n_token_count_out) {
     return guarded(__func__, [&]() -> size_t {
-        if (!tokens_out) {
-            // only asks how many tokens there are
-            return ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out, n_token_capacity,
-                    n_token_count_out);
-        }
-        ctx->synchronize();
-        kvs_state_reader * reader = nullptr;
-        check(kvs_state_reader_open_file(dest_seq_id, filepath, n_token_capacity, &backend_access(), &reader));
-        reader_io io(reader);
-        try {
-            if (!restore(*ctx, io, dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE)) {
-                return ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out, n_token_capacity,
-                        n_token_count_out);
-            }
-        } catch (const std::exception & err) {
-            throw std::runtime_error(std::string("failed to restore sequence state: ") + err.what());
-        }
-        const llama_token * tokens = nullptr;
-        size_t n_tokens = 0;
-        check(kvs_state_reader_tokens(reader, &tokens, &n_tokens));
-        if (n_tokens > 0) {
-            std::memcpy(tokens_out, tokens, n_tokens * sizeof(llama_token));
-        }
-        *n_token_count_out = n_tokens;
-        return io.n_bytes();
+        check_call(dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
+        // without tokens_out it only asks how many there are
+        const size_t n = tokens_out && dest_seq_id != ALL_SEQUENCES ?
+            load_file(*ctx, filepath, dest_seq_id, tokens_out, n_token_capacity, n_token_count_out) : 0;
+        return n ? n : ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out,
+                n_token_capacity, n_token_count_out);
     });
 }
 

@@ -17,6 +17,13 @@ static_assert(std::is_same_v<decltype(&llama_kv_cache::state_read_sinfo),
                 llama_kv_cache::slot_info_vec_t *, const llama_kv_cache::slot_info_vec_t *)>);
 
 // Exported calls that are taken over.
+static_assert(std::is_same_v<decltype(&llama_state_get_size), size_t (*)(llama_context *)>);
+static_assert(std::is_same_v<decltype(&llama_state_get_data), size_t (*)(llama_context *, uint8_t *, size_t)>);
+static_assert(std::is_same_v<decltype(&llama_state_set_data), size_t (*)(llama_context *, const uint8_t *, size_t)>);
+static_assert(std::is_same_v<decltype(&llama_state_save_file),
+        bool (*)(llama_context *, const char *, const llama_token *, size_t)>);
+static_assert(std::is_same_v<decltype(&llama_state_load_file),
+        bool (*)(llama_context *, const char *, llama_token *, size_t, size_t *)>);
 static_assert(std::is_same_v<decltype(&llama_state_seq_get_size_ext),
         size_t (*)(llama_context *, llama_seq_id, llama_state_seq_flags)>);
 static_assert(std::is_same_v<decltype(&llama_state_seq_get_data_ext),

@@ -10,6 +10,7 @@
 #include "llama-memory-hybrid.h"
 #include "llama-memory-recurrent.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -111,25 +112,21 @@ private:
         }
     }
 
-    // A sequence has one state. The rows of all layers are sized by what the section itself writes.
+    // The rows of all layers are sized by what the section itself writes.
     void recurrent(llama_memory_recurrent * mem) {
         shape_io shape;
-        mem->state_write(shape, seq_id, flags);
+        mem->state_write(shape, std::max(seq_id, 0), flags);
         auto field = shape.fields.begin();
 
-        const uint32_t n_cells = get<uint32_t>();
-        if (n_cells > 1) {
-            refuse("recurrent cells of one sequence", n_cells, 1);
+        const uint32_t n_cells     = get<uint32_t>();
+        const uint32_t n_cells_max = seq_id == -1 ? mem->size : 1;
+        if (n_cells > n_cells_max) {
+            throw std::runtime_error("recurrent cells: the state has " + std::to_string(n_cells) + ", at most " +
+                    std::to_string(n_cells_max) + " can be");
         }
+        std::vector<bool> seen(mem->rs_idx.size());
         for (uint32_t i = 0; i < n_cells; ++i) {
-            const llama_pos pos = get<llama_pos>();
-            if (pos < 0) {
-                throw std::runtime_error("recurrent cell: pos " + std::to_string(pos) + ", expected at least 0");
-            }
-            const uint32_t n_seq_id = get<uint32_t>();
-            if (n_seq_id != 0) {
-                refuse("n_seq_id of a recurrent cell", n_seq_id, 0);
-            }
+            recurrent_cell(seen);
         }
 
         uint32_t n_own;
@@ -143,6 +140,29 @@ private:
                 std::memcpy(&row_size, field->data(), sizeof(row_size));
                 io.skip_tensor(row_size * n_cells);
             }
+        }
+    }
+
+    // seen: sequences that have a state already.
+    void recurrent_cell(std::vector<bool> & seen) {
+        const llama_pos pos = get<llama_pos>();
+        if (pos < 0) {
+            throw std::runtime_error("pos of a recurrent cell: " + std::to_string(pos) + ", expected at least 0");
+        }
+        const uint32_t n_seq_id = get<uint32_t>();
+        if (seq_id >= 0) {
+            if (n_seq_id != 0) {
+                refuse("n_seq_id of a recurrent cell", n_seq_id, 0);
+            }
+            return;
+        }
+        for (uint32_t j = 0; j < n_seq_id; ++j) {
+            const llama_seq_id id = get<llama_seq_id>();
+            if (id < 0 || (size_t) id >= seen.size() || seen[id]) {
+                throw std::runtime_error("seq_id of a recurrent cell: " + std::to_string(id) + ", expected one of " +
+                        std::to_string(seen.size()) + " sequences, each once");
+            }
+            seen[id] = true;
         }
     }
 
@@ -177,7 +197,8 @@ private:
         if (version == 1 ? n_rows != kv->get_size() : n_rows > kv->get_size()) {
             refuse("rows of a compressed cache", n_rows, kv->get_size());
         }
-        same<uint32_t>(1, "streams of a compressed cache");
+        const uint32_t ns = seq_id == -1 ? kv->get_n_stream() : 1;
+        same<uint32_t>(ns, "streams of a compressed cache");
         const auto layers = kv->get_layer_ids();
         same<uint32_t>(layers.size(), "layers of a compressed cache");
         for (const uint32_t il : layers) {
@@ -188,7 +209,7 @@ private:
             same<uint64_t>(k->ne[0], "width of a compressed cache");
             same<uint64_t>(n_rows, "rows of a compressed layer");
             same<uint64_t>(row_size, "row size of a compressed cache");
-            io.skip_tensor(row_size * n_rows);
+            io.skip_tensor(row_size * n_rows * ns);
         }
     }
 
@@ -209,7 +230,8 @@ private:
             std::memcpy(&value, field.data(), sizeof(value));
             last[0] = std::exchange(last[1], value);
             if (++n_wide == 3) {
-                io.skip_tensor(last[0] * last[1]);
+                const uint32_t ns = seq_id == -1 ? state->get_n_stream() : 1;
+                io.skip_tensor(last[0] * last[1] * ns);
             }
         }
     }
