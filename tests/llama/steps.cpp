@@ -309,7 +309,7 @@ void refusals(llama_model *model, const Case &the_case, Results &out) {
             refusals.expect("magic", [&] { return session.set(bad, saved_seq); });
         }
         for (const llama_seq_id seq : {-1, static_cast<llama_seq_id>(n_seq), 1 << 20}) {
-            refusals.expect("sequence_out_of_range", [&] { return session.set(state, seq); });
+            refusals.expect("as_sequence_" + std::to_string(seq), [&] { return session.set(state, seq); });
         }
         for (const llama_state_seq_flags flags : {4u, 1u << 31}) {
             refusals.expect("flags", [&] { return session.set(state, saved_seq, flags); });
