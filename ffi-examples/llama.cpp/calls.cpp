@@ -10,7 +10,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 
 #include <dlfcn.h>
 
@@ -26,7 +28,7 @@ template <typename F> F * original(F *, const char * name) {
 }
 #define ORIGINAL(name) original(name, #name)
 
-constexpr uint32_t BLOB_MAGIC  = 0xaf143cd8; // of a sequence state in memory
+constexpr size_t BLOB_HEADER_SIZE = 8; // magic, seq_id
 constexpr llama_state_seq_flags KNOWN_FLAGS = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
 
 // In place of a sequence: the state of the whole context.
@@ -44,13 +46,11 @@ template <typename F> size_t guarded(const char * call, F && body) {
     return 0;
 }
 
-// A sequence's state of seq_id -1 is of all sequences; no server makes one, and llama.cpp goes on doing it.
-constexpr llama_seq_id ALL_SEQUENCES = -1;
-
-void check_call(llama_seq_id seq_id, llama_state_seq_flags flags) {
-    if (seq_id < ALL_SEQUENCES || seq_id >= LLAMA_MAX_SEQ) {
+// A sequence of the context; llama.cpp would abort on some others, and take -1 for all of them.
+void check_call(llama_context & ctx, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    if (seq_id < 0 || (uint32_t) seq_id >= ctx.n_seq_max()) {
         throw std::runtime_error("seq_id " + std::to_string(seq_id) + " is out of range [0, " +
-                std::to_string(LLAMA_MAX_SEQ) + ")");
+                std::to_string(ctx.n_seq_max()) + ")");
     }
     if (flags & ~KNOWN_FLAGS) {
         throw std::runtime_error("unknown state flags " + std::to_string(flags) + " (known: " +
@@ -177,37 +177,117 @@ size_t load_file(llama_context & ctx, const char * filepath, llama_seq_id dest_s
     return io.n_bytes();
 }
 
-// llama.cpp aborts, or throws out of a C call, where a state that it keeps on the device does not fit.
-void check_on_device(llama_context & ctx, const uint8_t * src, size_t & size, llama_seq_id seq_id,
-        llama_state_seq_flags flags) {
-    kvs_state_reader * reader = nullptr;
-    check(kvs_state_reader_new_on_device(seq_id, src, size, &reader));
-    reader_io io(reader);
+// States that stay behind. Those whose tensors the host can reach are kept here, by kvstate. Those of a device stay
+// on it, in llama.cpp's care, unless they are quantised: it keeps only a part of such tensors, and says nothing.
+namespace on_device {
 
-    llama_seq_id source;
-    std::memcpy(&source, src + sizeof(BLOB_MAGIC), sizeof(source));
-    const auto & states = ctx.*member(llama_context_mem_storage{});
-    const auto it = states.find(source);
-    if (it == states.end()) {
+struct kept {
+    void operator()(kvs_device_state * state) const { kvs_device_state_free(state); }
+};
+
+std::mutex mutex;
+std::map<const llama_context *, std::map<llama_seq_id, std::unique_ptr<kvs_device_state, kept>>> states;
+
+void forget(const llama_context * ctx) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    states.erase(ctx);
+}
+
+void forget_seq(const llama_context & ctx, llama_seq_id seq_id) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto of_ctx = states.find(&ctx);
+    if (of_ctx != states.end()) {
+        of_ctx->second.erase(seq_id);
+    }
+}
+
+size_t get_data(llama_context & ctx, uint8_t * dst, size_t size, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    apply_pending(ctx);
+    writer_io io(seq_id);
+    collect(ctx, io, seq_id, flags);
+    const size_t need = kvs_state_writer_metadata_size(io.writer);
+    if (need > size) {
+        // noticed before the state that is kept is replaced
+        throw std::runtime_error("buffer too small: the state has " + std::to_string(need) + " bytes, the buffer " +
+                std::to_string(size));
+    }
+    if (io.stays_on_device) {
+        forget_seq(ctx, seq_id);
+        return ORIGINAL(llama_state_seq_get_data_ext)(&ctx, dst, size, seq_id, flags);
+    }
+    kvs_device_state * state = nullptr;
+    const size_t n = kvs_state_writer_get_on_device(io.writer, dst, need, flags, &state);
+    check(n ? KVS_STATUS_OK : kvs_last_status());
+    const std::lock_guard<std::mutex> lock(mutex);
+    states[&ctx][seq_id].reset(state);
+    return n;
+}
+
+// llama.cpp aborts, or throws out of a C call, where a state that it keeps does not fit.
+size_t set_original_data(llama_context & ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
+        llama_seq_id source, llama_state_seq_flags flags) {
+    const auto & kept = ctx.*member(llama_context_mem_storage{});
+    const auto it = kept.find(source);
+    if (it == kept.end()) {
         throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": none was taken");
     }
     uint64_t n_kept = 0;
     for (const auto & [_, buffer] : it->second) {
         n_kept += buffer.total_size;
     }
-
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_new_on_device(seq_id, src, size, flags, nullptr, &backend_access(), &reader));
+    reader_io io(reader);
     llama_memory_t memory = ctx.get_memory();
-    if (!memory || !plan_restore(*memory, io, seq_id, flags)) {
-        return;
+    if (memory && plan_restore(*memory, io, seq_id, flags)) {
+        // without tensors llama.cpp leaves what it had, and looks at none of it
+        const uint64_t n_planned = kvs_state_reader_tensor_bytes(reader);
+        if (n_planned != 0 && n_planned != n_kept) {
+            throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": the blob has " +
+                    std::to_string(n_planned) + " bytes of tensors, the live one " + std::to_string(n_kept));
+        }
+        // bytes behind the state are ignored
+        size = kvs_state_reader_offset(reader);
     }
-    const uint64_t n_planned = kvs_state_reader_tensor_bytes(reader);
-    if (n_planned != n_kept) {
-        throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": the blob has " +
-                std::to_string(n_planned) + " bytes of tensors, the live one " + std::to_string(n_kept));
-    }
-    // bytes behind the state are ignored
-    size = kvs_state_reader_offset(reader);
+    apply_pending(ctx);
+    return ORIGINAL(llama_state_seq_set_data_ext)(&ctx, src, size, seq_id, flags);
 }
+
+size_t set_data(llama_context & ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
+        llama_state_seq_flags flags) {
+    if (size < BLOB_HEADER_SIZE) {
+        throw std::runtime_error("truncated state: a header has " + std::to_string(BLOB_HEADER_SIZE) + " bytes, " +
+                std::to_string(size) + " are left");
+    }
+    int32_t source;
+    std::memcpy(&source, src + sizeof(uint32_t), sizeof(source));
+    // kvstate numbers its own states above the sequence id
+    const bool own = source >= LLAMA_MAX_SEQ || source < 0;
+    source &= LLAMA_MAX_SEQ - 1;
+    if (!own) {
+        return set_original_data(ctx, src, size, seq_id, source, flags);
+    }
+    kvs_device_state * state = nullptr;
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        const auto of_ctx = states.find(&ctx);
+        if (of_ctx != states.end() && of_ctx->second.count(source)) {
+            state = of_ctx->second.at(source).get();
+        }
+    }
+    if (!state) {
+        throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": none was taken");
+    }
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_new_on_device(seq_id, src, size, flags, state, &backend_access(), &reader));
+    reader_io io(reader);
+    if (!restore(ctx, io, seq_id, flags)) {
+        throw std::runtime_error("this memory is of a kind that the adapter does not know");
+    }
+    return io.n_bytes();
+}
+
+} // namespace on_device
 
 } // namespace
 
@@ -255,47 +335,31 @@ bool llama_state_save_file(llama_context * ctx, const char * path_session, const
 }
 
 size_t llama_state_seq_get_size_ext(llama_context * ctx, llama_seq_id seq_id, llama_state_seq_flags flags) {
-    return guarded(__func__, [&]() -> size_t {
-        check_call(seq_id, flags);
-        if (seq_id == ALL_SEQUENCES || flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
-            return ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
-        }
+    return guarded(__func__, [&] {
+        check_call(*ctx, seq_id, flags);
         writer_io io(seq_id);
         collect(*ctx, io, seq_id, flags);
-        return io.n_bytes();
+        return flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE ? kvs_state_writer_metadata_size(io.writer) : io.n_bytes();
     });
 }
 
 size_t llama_state_seq_get_data_ext(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id,
         llama_state_seq_flags flags) {
-    return guarded(__func__, [&]() -> size_t {
-        check_call(seq_id, flags);
-        if (seq_id != ALL_SEQUENCES && !(flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE)) {
-            return get_data(*ctx, dst, size, seq_id, flags);
-        }
-        apply_pending(*ctx);
-        // a buffer that is too small is noticed before the state that is kept is replaced
-        const size_t need = ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
-        if (need == 0 || need > size) {
-            throw std::runtime_error("buffer too small: the state has " + std::to_string(need) +
-                    " bytes, the buffer " + std::to_string(size));
-        }
-        return ORIGINAL(llama_state_seq_get_data_ext)(ctx, dst, size, seq_id, flags);
+    return guarded(__func__, [&] {
+        check_call(*ctx, seq_id, flags);
+        return flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE ?
+            on_device::get_data(*ctx, dst, size, seq_id, flags) :
+            get_data(*ctx, dst, size, seq_id, flags);
     });
 }
 
 size_t llama_state_seq_set_data_ext(llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
         llama_state_seq_flags flags) {
     return guarded(__func__, [&]() -> size_t {
-        check_call(seq_id, flags);
-        if (seq_id == ALL_SEQUENCES) {
-            return ORIGINAL(llama_state_seq_set_data_ext)(ctx, src, size, seq_id, flags);
-        }
+        check_call(*ctx, seq_id, flags);
         ctx->synchronize();
         if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
-            check_on_device(*ctx, src, size, seq_id, flags);
-            apply_pending(*ctx);
-            return ORIGINAL(llama_state_seq_set_data_ext)(ctx, src, size, seq_id, flags);
+            return on_device::set_data(*ctx, src, size, seq_id, flags);
         }
         kvs_state_reader * reader = nullptr;
         check(kvs_state_reader_new(seq_id, src, size, &backend_access(), &reader));
@@ -307,22 +371,26 @@ size_t llama_state_seq_set_data_ext(llama_context * ctx, const uint8_t * src, si
     });
 }
 
+// Its ON_DEVICE states go with it.
+void llama_free(llama_context * ctx) {
+    on_device::forget(ctx);
+    ORIGINAL(llama_free)(ctx);
+}
+
 size_t llama_state_seq_save_file(llama_context * ctx, const char * filepath, llama_seq_id seq_id,
         const llama_token * tokens, size_t n_token_count) {
     return guarded(__func__, [&] {
-        check_call(seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
-        return seq_id == ALL_SEQUENCES ?
-            ORIGINAL(llama_state_seq_save_file)(ctx, filepath, seq_id, tokens, n_token_count) :
-            save_file(*ctx, filepath, seq_id, tokens, n_token_count);
+        check_call(*ctx, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
+        return save_file(*ctx, filepath, seq_id, tokens, n_token_count);
     });
 }
 
 size_t llama_state_seq_load_file(llama_context * ctx, const char * filepath, llama_seq_id dest_seq_id,
         llama_token * tokens_out, size_t n_token_capacity, size_t * n_token_count_out) {
     return guarded(__func__, [&]() -> size_t {
-        check_call(dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
+        check_call(*ctx, dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
         // without tokens_out it only asks how many there are
-        const size_t n = tokens_out && dest_seq_id != ALL_SEQUENCES ?
+        const size_t n = tokens_out ?
             load_file(*ctx, filepath, dest_seq_id, tokens_out, n_token_capacity, n_token_count_out) : 0;
         return n ? n : ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out,
                 n_token_capacity, n_token_count_out);

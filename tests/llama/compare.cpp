@@ -52,6 +52,14 @@ std::string apart_text(double apart) {
     return text;
 }
 
+// kvstate numbers its ON_DEVICE states in the bits of the header's seq_id that no sequence needs.
+Bytes of_sequence(Bytes state) {
+    if (state.size() >= 8) {
+        std::fill(state.begin() + 5, state.begin() + 8, 0);
+    }
+    return state;
+}
+
 void exact(Report &report, const std::string &what, const Logits &is, const Logits &should) {
     const double apart = difference(is, should);
     report.holds(what + ", bit for bit", apart == 0, apart_text(apart), "0");
@@ -380,11 +388,13 @@ void compare_legs(const Case &the_case, const Legs &legs, Report &report) {
         same(the_case, same_cells_in_place(the_case), report, "adapter: back at a checkpoint and gone on",
              mine.logits("checkpoint"), mine.logits("never"));
         if (!has_masked(the_case))
-            report.equal("NONE | ON_DEVICE equal to stock's", mine.bytes("none"), stock.bytes("none"));
+            report.equal("NONE | ON_DEVICE equal to stock's", of_sequence(mine.bytes("none")),
+                         of_sequence(stock.bytes("none")));
         if (all_full_attention(find_model(the_case.model)->memory)) {
             report.equal("PARTIAL | ON_DEVICE of full attention is 8 bytes", mine.bytes("partial").size(), 8);
         } else {
-            report.equal("PARTIAL | ON_DEVICE equal to stock's", mine.bytes("partial"), stock.bytes("partial"));
+            report.equal("PARTIAL | ON_DEVICE equal to stock's", of_sequence(mine.bytes("partial")),
+                         of_sequence(stock.bytes("partial")));
         }
     }
     if (steps == "exceptions") {
