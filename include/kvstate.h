@@ -230,6 +230,11 @@ typedef struct kvs_context_params {
     // Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
     // UINT32_MAX (by default): all, so that the restored sequence can be cut to any prefix.
     uint32_t max_masked_cells;
+    // 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
+    // crash of the process all the same; after one of the machine it may be damaged. By default 0.
+    uint32_t unsynced_files;
+    // 0.
+    uint32_t reserved;
 } kvs_context_params;
 
 // The memory of a context; lives as long as the context does.
@@ -818,11 +823,13 @@ size_t kvs_state_writer_get_on_device(struct kvs_state_writer *writer,
 void kvs_device_state_free(struct kvs_device_state *state);
 
 // Writes the state and a token list to a file, as kvs_state_seq_save_file does, or kvs_state_save_file for a whole
-// context; returns the size of the file. 0: failed, a file that was there is untouched.
+// context; returns the size of the file. sync: wait for the disk before the file is renamed into place. 0: failed, a
+// file that was there is untouched.
 size_t kvs_state_writer_save_file(struct kvs_state_writer *writer,
                                   const char *filepath,
                                   const kvs_token *tokens,
-                                  size_t n_token_count);
+                                  size_t n_token_count,
+                                  bool sync);
 
 // Begins to read the state of a sequence, which will replace seq_id, or with -1 that of a whole context. access: as
 // for kvs_state_writer_new.

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -147,7 +148,9 @@ size_t save_file(llama_context & ctx, const char * filepath, llama_seq_id seq_id
     apply_pending(ctx);
     writer_io io(seq_id);
     collect(ctx, io, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
-    const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count);
+    // llama.cpp never syncs
+    const bool sync = !std::getenv("KVSTATE_UNSYNCED_FILES");
+    const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count, sync);
     check(n ? KVS_STATUS_OK : kvs_last_status());
     return n;
 }

@@ -227,19 +227,21 @@ pub unsafe extern "C" fn kvs_device_state_free(state: *mut kvs_device_state) {
 }
 
 /// Writes the state and a token list to a file, as kvs_state_seq_save_file does, or kvs_state_save_file for a whole
-/// context; returns the size of the file. 0: failed, a file that was there is untouched.
+/// context; returns the size of the file. sync: wait for the disk before the file is renamed into place. 0: failed, a
+/// file that was there is untouched.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_writer_save_file(
     writer: *mut kvs_state_writer,
     filepath: *const c_char,
     tokens: *const kvs_token,
     n_token_count: usize,
+    sync: bool,
 ) -> usize {
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
         let path = path("filepath", filepath)?;
         let tokens = array("tokens", tokens, n_token_count)?;
-        with_tagged(writer, |w| size_of_state(w.writer.save_file(path, tokens)?))
+        with_tagged(writer, |w| size_of_state(w.writer.save_file(path, tokens, sync)?))
     })
 }
 

@@ -34,6 +34,8 @@ pub struct ContextParams {
     /// Most masked cells beyond the window that a sequence state without `PARTIAL_ONLY` keeps of an SWA
     /// section. `None`: all, so that the restored sequence can be cut to any prefix.
     pub max_masked_cells: Option<u32>,
+    /// Whether a save waits for the disk before the file is renamed into place.
+    pub sync_files: bool,
 }
 
 impl ContextParams {
@@ -48,6 +50,7 @@ impl ContextParams {
             shift: Shift::None,
             legacy_rotation: None,
             max_masked_cells: None,
+            sync_files: true,
         }
     }
 }
@@ -101,6 +104,7 @@ pub struct Context {
     shift: Shift,
     legacy_rotation: Option<LegacyRotation>,
     max_masked_cells: Option<u32>,
+    pub(crate) sync_files: bool,
     /// The one live `ON_DEVICE` state of each sequence.
     device_states: HashMap<SeqId, DeviceState>,
     /// Counts changes of cells, so that a slot knows whether it was prepared for the cache as it is.
@@ -122,6 +126,7 @@ impl Context {
             shift: params.shift,
             legacy_rotation: params.legacy_rotation,
             max_masked_cells: params.max_masked_cells,
+            sync_files: params.sync_files,
             device_states: HashMap::new(),
             generation: 0,
         })

@@ -110,11 +110,12 @@ impl<'a> StateWriter<'a> {
         Ok((len, DeviceState::new(dst[..len].to_vec(), tensors, flags)))
     }
 
-    /// Writes the state and a token list to a file, beside it, then renamed over it; returns the file's size.
+    /// Writes the state and a token list to a file, beside it, then renamed over it; returns the file's size. With
+    /// `sync` it waits for the disk before.
     ///
     /// # Errors
     /// [`Error::Io`], and what the owner of a tensor returns; a file that was there is untouched then.
-    pub fn save_file(&self, path: impl AsRef<Path>, tokens: &[Token]) -> Result<u64> {
+    pub fn save_file(&self, path: impl AsRef<Path>, tokens: &[Token], sync: bool) -> Result<u64> {
         let path = path.as_ref();
         let n_tokens = u32::try_from(tokens.len())
             .map_err(|_| Error::arg("n_token_count", format!("{} does not fit 32 bits", tokens.len())))?;
@@ -127,7 +128,7 @@ impl<'a> StateWriter<'a> {
             .and_then(|()| self.record.replay(&mut sink))
             .and_then(|()| sink.finish());
         let (_, len) = written.map_err(|error| with_path(error, path))?;
-        file.commit()?;
+        file.commit(sync)?;
         Ok(len)
     }
 
