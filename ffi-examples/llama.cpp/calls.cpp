@@ -8,12 +8,14 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include <dlfcn.h>
 
@@ -184,24 +186,29 @@ size_t load_file(llama_context & ctx, const char * filepath, llama_seq_id dest_s
 // on it, in llama.cpp's care, unless they are quantised: it keeps only a part of such tensors, and says nothing.
 namespace on_device {
 
-struct kept {
-    void operator()(kvs_device_state * state) const { kvs_device_state_free(state); }
+// The live state of a sequence.
+struct kept_state {
+    struct free_state {
+        void operator()(kvs_device_state * state) const { kvs_device_state_free(state); }
+    };
+    // NULL: llama.cpp has it
+    std::unique_ptr<kvs_device_state, free_state> state;
+    // the seq_id field of its blob
+    int32_t field = 0;
 };
 
 std::mutex mutex;
-std::map<const llama_context *, std::map<llama_seq_id, std::unique_ptr<kvs_device_state, kept>>> states;
+std::map<const llama_context *, std::map<llama_seq_id, kept_state>> states;
 
 void forget(const llama_context * ctx) {
     const std::lock_guard<std::mutex> lock(mutex);
     states.erase(ctx);
 }
 
-void forget_seq(const llama_context & ctx, llama_seq_id seq_id) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto of_ctx = states.find(&ctx);
-    if (of_ctx != states.end()) {
-        of_ctx->second.erase(seq_id);
-    }
+// Tells the states of a sequence apart, in the bits that no sequence needs, as kvstate does.
+int32_t next_field(llama_seq_id seq_id) {
+    static std::atomic<uint32_t> next{ 1 };
+    return int32_t(next++ * LLAMA_MAX_SEQ + seq_id);
 }
 
 size_t get_data(llama_context & ctx, uint8_t * dst, size_t size, llama_seq_id seq_id, llama_state_seq_flags flags) {
@@ -214,32 +221,37 @@ size_t get_data(llama_context & ctx, uint8_t * dst, size_t size, llama_seq_id se
         throw std::runtime_error("buffer too small: the state has " + std::to_string(need) + " bytes, the buffer " +
                 std::to_string(size));
     }
+    kept_state kept;
+    size_t n = 0;
     if (io.stays_on_device) {
-        forget_seq(ctx, seq_id);
-        return ORIGINAL(llama_state_seq_get_data_ext)(&ctx, dst, size, seq_id, flags);
+        n = ORIGINAL(llama_state_seq_get_data_ext)(&ctx, dst, size, seq_id, flags);
+        if (n == 0) {
+            return 0;
+        }
+        kept.field = next_field(seq_id);
+        std::memcpy(dst + sizeof(uint32_t), &kept.field, sizeof(kept.field));
+    } else {
+        kvs_device_state * state = nullptr;
+        n = kvs_state_writer_get_on_device(io.writer, dst, need, flags, &state);
+        check(n ? KVS_STATUS_OK : kvs_last_status());
+        kept.state.reset(state);
+        std::memcpy(&kept.field, dst + sizeof(uint32_t), sizeof(kept.field));
     }
-    kvs_device_state * state = nullptr;
-    const size_t n = kvs_state_writer_get_on_device(io.writer, dst, need, flags, &state);
-    check(n ? KVS_STATUS_OK : kvs_last_status());
     const std::lock_guard<std::mutex> lock(mutex);
-    states[&ctx][seq_id].reset(state);
+    states[&ctx][seq_id] = std::move(kept);
     return n;
 }
 
-// llama.cpp aborts, or throws out of a C call, where a state that it keeps does not fit.
-size_t set_original_data(llama_context & ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
+// llama.cpp aborts, or throws out of a C call, where a state that it keeps does not fit. blob: with its own header.
+size_t set_original_data(llama_context & ctx, const std::vector<uint8_t> & blob, llama_seq_id seq_id,
         llama_seq_id source, llama_state_seq_flags flags) {
-    const auto & kept = ctx.*member(llama_context_mem_storage{});
-    const auto it = kept.find(source);
-    if (it == kept.end()) {
-        throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": none was taken");
-    }
     uint64_t n_kept = 0;
-    for (const auto & [_, buffer] : it->second) {
+    for (const auto & [_, buffer] : (ctx.*member(llama_context_mem_storage{}))[source]) {
         n_kept += buffer.total_size;
     }
+    size_t size = blob.size();
     kvs_state_reader * reader = nullptr;
-    check(kvs_state_reader_new_on_device(seq_id, src, size, flags, nullptr, &backend_access(), &reader));
+    check(kvs_state_reader_new_on_device(seq_id, blob.data(), size, flags, nullptr, &backend_access(), &reader));
     reader_io io(reader);
     llama_memory_t memory = ctx.get_memory();
     if (memory && plan_restore(*memory, io, seq_id, flags)) {
@@ -253,7 +265,7 @@ size_t set_original_data(llama_context & ctx, const uint8_t * src, size_t size, 
         size = kvs_state_reader_offset(reader);
     }
     apply_pending(ctx);
-    return ORIGINAL(llama_state_seq_set_data_ext)(&ctx, src, size, seq_id, flags);
+    return ORIGINAL(llama_state_seq_set_data_ext)(&ctx, blob.data(), size, seq_id, flags);
 }
 
 size_t set_data(llama_context & ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
@@ -262,24 +274,24 @@ size_t set_data(llama_context & ctx, const uint8_t * src, size_t size, llama_seq
         throw std::runtime_error("truncated state: a header has " + std::to_string(BLOB_HEADER_SIZE) + " bytes, " +
                 std::to_string(size) + " are left");
     }
-    int32_t source;
-    std::memcpy(&source, src + sizeof(uint32_t), sizeof(source));
-    // kvstate numbers its own states above the sequence id
-    const bool own = source >= LLAMA_MAX_SEQ || source < 0;
-    source &= LLAMA_MAX_SEQ - 1;
-    if (!own) {
-        return set_original_data(ctx, src, size, seq_id, source, flags);
-    }
+    int32_t field;
+    std::memcpy(&field, src + sizeof(uint32_t), sizeof(field));
+    const llama_seq_id source = field & (LLAMA_MAX_SEQ - 1);
     kvs_device_state * state = nullptr;
     {
         const std::lock_guard<std::mutex> lock(mutex);
         const auto of_ctx = states.find(&ctx);
-        if (of_ctx != states.end() && of_ctx->second.count(source)) {
-            state = of_ctx->second.at(source).get();
+        const bool taken = of_ctx != states.end() && of_ctx->second.count(source);
+        if (!taken || of_ctx->second.at(source).field != field) {
+            throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": " +
+                    (taken ? "a later one has replaced it" : "none was taken"));
         }
+        state = of_ctx->second.at(source).state.get();
     }
     if (!state) {
-        throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": none was taken");
+        std::vector<uint8_t> blob(src, src + size);
+        std::memcpy(blob.data() + sizeof(uint32_t), &source, sizeof(source));
+        return set_original_data(ctx, blob, seq_id, source, flags);
     }
     kvs_state_reader * reader = nullptr;
     check(kvs_state_reader_new_on_device(seq_id, src, size, flags, state, &backend_access(), &reader));
