@@ -8,7 +8,7 @@ use std::alloc::{self, Layout};
 use std::ops::Range;
 use std::ptr::NonNull;
 
-use super::PlaneShape;
+use super::{PlaneShape, stream};
 use crate::error::{Error, Result};
 use crate::types::{Move, Run};
 
@@ -130,6 +130,9 @@ pub(super) unsafe fn zero(grid: Grid, runs: &[Run]) {
     }
 }
 
+/// Bytes of one plane from which on they go past the cache: more than a file's buffer, which is read again at once.
+const STREAM_MIN: usize = 2 << 20;
+
 /// Copies every channel of the moved cells. Channels are outermost: a blob is written from front to back.
 ///
 /// # Safety
@@ -146,11 +149,13 @@ pub(super) unsafe fn copy(dst: Grid, src: Grid, moves: impl Iterator<Item = Move
         }
     }
     let order = if dense { singles.order() } else { Order::Pairs };
+    let run_bytes = runs.iter().map(|m| m.len as usize).sum::<usize>() * src.elem_size * src.n_channel;
+    let copy_run = if run_bytes >= STREAM_MIN { stream::copy_run() } else { plain_copy };
     for channel in 0..src.n_channel {
         for m in &runs {
             let bytes = m.len as usize * src.elem_size;
             // SAFETY: the elements of a dense run are one range of bytes; valid and apart by contract.
-            unsafe { src.at(channel, m.src).copy_to_nonoverlapping(dst.at(channel, m.dst), bytes) };
+            unsafe { copy_run(src.at(channel, m.src), dst.at(channel, m.dst), bytes) };
         }
         // SAFETY: elements of the size that is matched; valid and apart by contract; lists are used for dense
         // grids only.
@@ -167,6 +172,19 @@ pub(super) unsafe fn copy(dst: Grid, src: Grid, moves: impl Iterator<Item = Move
             }
         }
     }
+    if run_bytes >= STREAM_MIN {
+        stream::fence();
+    }
+}
+
+/// Copies a range of bytes, from and to.
+pub(super) type CopyRun = unsafe fn(*const u8, *mut u8, usize);
+
+/// # Safety
+/// `n` bytes are valid for reads at `from` and for writes at `to`, and do not overlap.
+pub(super) unsafe fn plain_copy(from: *const u8, to: *mut u8, n: usize) {
+    // SAFETY: by contract.
+    unsafe { from.copy_to_nonoverlapping(to, n) };
 }
 
 /// Cells of short runs, one by one: without a loop inside the loop there is nothing to mispredict.
