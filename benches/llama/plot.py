@@ -62,11 +62,15 @@ def column(x, groups, decades):
     def at(ratio):
         return x + LABEL + (min(max(math.log10(ratio), low), high) - low) * scale
 
+    ticks = range(math.ceil(low), math.floor(high) + 1)
     y = 76
-    bars = []
+    bars = [f'<text x="{at(10.0**tick):.1f}" y="64" text-anchor="middle">{10.0**tick:g}</text>' for tick in ticks]
     for group, rows in groups.items():
         bars.append(f'<text class="head" x="{x}" y="{y + 12}">{escape(group)}</text>')
         y += HEAD - 6
+        for tick in ticks:
+            place = f'x1="{at(10.0**tick):.1f}" x2="{at(10.0**tick):.1f}" y1="{y - 3}" y2="{y + STEP * len(rows) - 2}"'
+            bars.append(f'<line class="{"tick" if tick else "one"}" {place}/>')
         for row in rows:
             ratio = row["ratio"]["median"]
             label = SHORT.get(row["call"], row["call"]) + (", synced" if row["note"] else "")
@@ -79,15 +83,7 @@ def column(x, groups, decades):
             )
             y += STEP
         y += HEAD - STEP
-    grid = []
-    for decade in range(math.ceil(low), math.floor(high) + 1):
-        tick = at(10.0**decade)
-        kind = "tick" if decade else "one"
-        grid.append(
-            f'<line class="{kind}" x1="{tick:.1f}" x2="{tick:.1f}" y1="70" y2="{y - 6}"/>'
-            f'<text x="{tick:.1f}" y="64" text-anchor="middle">{10.0**decade:g}</text>'
-        )
-    return "".join(grid + bars), y
+    return "".join(bars), y
 
 
 def svg(report):
