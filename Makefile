@@ -5,7 +5,7 @@ FIXTURE  := tests/fixtures/tiny2x64_kf16_vf16_n64_none.slot
 # What the static library needs on Linux beside what g++ links anyway.
 LIBS := -lpthread -ldl -lm
 
-.PHONY: demo test header bench clean
+.PHONY: demo test test-llama-server header bench clean
 
 # A server's day: prompt, checkpoints, edit, slot file, second process; and a slot file of a real llama.cpp.
 demo: build/demo
@@ -22,6 +22,10 @@ target/release/libkvstate.a: Cargo.toml $(shell find src -name '*.rs')
 # Formatting, lints, docs, every test, the suite under AddressSanitizer, valgrind where it is installed.
 test:
 	scripts/test
+
+# An unmodified llama-server with kvstate in front (downloads and builds llama.cpp once).
+test-llama-server:
+	scripts/test-llama-server
 
 # Writes include/kvstate.h from the sources.
 header:
