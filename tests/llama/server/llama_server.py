@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ GEMMA = LLAMA / "gemma" / "gemma-3-270m-q4_k_m.gguf"
 
 START_SECONDS = 120
 REQUEST_SECONDS = 60
+SLOT_SECONDS = 20
 
 
 def must_be_built():
@@ -41,7 +43,7 @@ class Reply:
 
 
 class ServerDied(AssertionError):
-    """The server is gone; the message ends with the last lines of its log."""
+    """The server is gone or hangs; the message ends with the last lines of its log."""
 
 
 class LlamaServer:
@@ -93,24 +95,34 @@ class LlamaServer:
     def log_text(self):
         return self.log.read_text(errors="replace")
 
+    def log_after(self, start, pattern):
+        """The log from start on; waits for the pattern, since a thread of its own writes the log."""
+        end = time.monotonic() + 5
+        while not re.search(pattern, self.log_text()[start:]) and time.monotonic() < end:
+            time.sleep(0.02)
+        return self.log_text()[start:]
+
     def log_tail(self, lines=40):
         return "\n".join(self.log_text().splitlines()[-lines:])
 
-    def request(self, method, path, body=None):
+    def request(self, method, path, body=None, seconds=REQUEST_SECONDS):
         """The status and the JSON of an answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_SECONDS)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
         try:
             payload = None if body is None else json.dumps(body)
             connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, json.loads(response.read())
+        except TimeoutError:
+            # Nothing else would get an answer either.
+            self.kill()
+            raise ServerDied(f"{method} {path}: no answer within {seconds} s\n{self.log_tail()}") from None
         except (OSError, http.client.HTTPException) as error:
             try:
-                code = self.process.wait(10)
+                ended = f"ended with {self.process.wait(10)}"
             except subprocess.TimeoutExpired:
-                code = None
-            died = "the server is still there" if code is None else f"the server ended with {code}"
-            raise ServerDied(f"{method} {path}: {error!r}, {died}\n{self.log_tail()}") from None
+                ended = "is still there"
+            raise ServerDied(f"{method} {path}: {error!r}, the server {ended}\n{self.log_tail()}") from None
         finally:
             connection.close()
 
@@ -130,7 +142,8 @@ class LlamaServer:
 
     def slot(self, slot, action, filename=None):
         """The status and the answer of a slot action: save, restore or erase."""
-        return self.request("POST", f"/slots/{slot}?action={action}", {"filename": filename} if filename else {})
+        body = {"filename": filename} if filename else {}
+        return self.request("POST", f"/slots/{slot}?action={action}", body, SLOT_SECONDS)
 
     def _wait_until_healthy(self):
         end = time.monotonic() + START_SECONDS

@@ -1,5 +1,6 @@
 """What slot files hold, and slots without anything to save."""
 
+import os
 import pathlib
 import struct
 import tempfile
@@ -50,6 +51,36 @@ class SlotFiles(unittest.TestCase):
         expected, answer = server.complete(0, continuation), server.complete(1, continuation)
         self.assertLess(difference(answer, expected), TOLERANCE)
         self.assertEqual(answer.computed, len(QUESTION) + 1)
+
+    def test_a_file_of_version_3_is_restored(self):
+        server = self.start("llama-dense")
+        reply = server.complete(0, PROMPT)
+        self.assertEqual(server.slot(0, "save", "4.bin")[0], 200)
+        data = (self.directory / "4.bin").read_bytes()
+
+        # Version 3 has no rotations behind the number of layers; three of four streams have no cells, and so no header.
+        state = 12 + 4 * struct.unpack_from("<I", data, 8)[0]
+        n_stream, n_cells = struct.unpack_from("<II", data, state)
+        rotations = state + 8 + 12 * n_cells + 8
+        self.assertEqual((n_stream, struct.unpack_from("<IIII", data, rotations - 8)), (4, (0, 2, 0, 0)))
+        version_3 = data[:4] + struct.pack("<I", 3) + data[8:rotations] + data[rotations + 8 :]
+        (self.directory / "3.bin").write_bytes(version_3)
+
+        status, restored = server.slot(1, "restore", "3.bin")
+        self.assertEqual((status, restored.get("n_read")), (200, len(version_3)), restored)
+        continuation = PROMPT + reply.tokens + QUESTION
+        expected, answer = server.complete(0, continuation), server.complete(1, continuation)
+        self.assertLess(difference(answer, expected), TOLERANCE)
+        self.assertEqual(answer.computed, len(QUESTION) + 1)
+
+    def test_a_pipe_is_refused_without_waiting_for_its_other_end(self):
+        server = self.start("llama-dense")
+        os.mkfifo(self.directory / "pipe")
+        said = len(server.log_text())
+        status, answer = server.slot(1, "restore", "pipe")
+        self.assertEqual(status, 400, answer)
+        self.assertIn("not a regular file", server.log_after(said, "not a regular file"))
+        self.assertEqual(len(server.complete(0, PROMPT).tokens), 12)
 
     def test_an_erased_slot_computes_its_prompt_again(self):
         server = self.start("gemma3-dense")
