@@ -6,10 +6,10 @@ FIXTURE  := tests/fixtures/tiny2x64_kf16_vf16_n64_none.slot
 LIBS := -lpthread -ldl -lm
 
 # llama.cpp: sources in src/, the build in build/.
-LLAMA_CPP_DIR ?= target/llama.cpp
+LLAMA_CPP_DIR ?= $(CURDIR)/target/llama.cpp
 export LLAMA_CPP_DIR
 
-.PHONY: demo test header bench bench-llama bench-llama-quick llama-cpp clean
+.PHONY: demo test test-llama-server header bench bench-llama bench-llama-quick llama-cpp clean
 
 # A server's day: prompt, checkpoints, edit, slot file, second process; and a slot file of a real llama.cpp.
 demo: build/demo
@@ -26,6 +26,10 @@ target/release/libkvstate.a: Cargo.toml $(shell find src -name '*.rs')
 # Formatting, lints, docs, every test, the suite under AddressSanitizer, valgrind where it is installed.
 test:
 	scripts/test
+
+# An unmodified llama-server with kvstate in front (downloads and builds llama.cpp once).
+test-llama-server:
+	scripts/test-llama-server
 
 # Writes include/kvstate.h from the sources.
 header:
@@ -51,7 +55,7 @@ build/bench-llama: benches/llama/bench.cpp include/kvstate.h target/release/libk
 		-lllama -lggml -lggml-base $(LIBS) -o $@
 
 llama-cpp:
-	@test ! -e scripts/llama-cpp || scripts/llama-cpp lib
+	scripts/llama-cpp lib
 
 clean:
 	cargo clean

@@ -245,7 +245,7 @@ proptest! {
         let cells: Vec<u32> = (0..memory.kv_size).collect();
         let zeroes = vec![0; memory.blob_order(&cells).len()];
         let expected = memory.clone().scattered(&zeroes, &cells);
-        memory.plane().zero_all();
+        memory.plane().zero_all().unwrap();
         prop_assert_eq!(memory.bytes, expected.bytes);
     }
 
