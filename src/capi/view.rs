@@ -272,10 +272,11 @@ pub unsafe extern "C" fn kvs_kv_cache_state_read_sinfo(
 pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
     // SAFETY: the contract of all calls.
     let c = unsafe { params::read(view) }?;
-    let name = match c.name.is_null() {
-        true => "kv".to_owned(),
+    let name = if c.name.is_null() {
+        "kv".to_owned()
+    } else {
         // SAFETY: the contract of all calls.
-        false => unsafe { string("view.name", c.name) }?.to_string_lossy().into_owned(),
+        unsafe { string("view.name", c.name) }?.to_string_lossy().into_owned()
     };
     if c.n_stream != 1 && c.n_stream != c.n_seq_max {
         let reason = format!("{} with n_seq_max {}, it is 1 or as many", c.n_stream, c.n_seq_max);
@@ -332,10 +333,10 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
         cell_ext: c.cell_ext == 1,
         ..KvParams::new(c.kv_size, 0, no_layer())
     };
-    // SAFETY: the contract of all calls.
     let heads = if c.head.is_null() {
         vec![0; c.n_stream as usize]
     } else {
+        // SAFETY: the contract of all calls.
         unsafe { super::handle::array("view.head", c.head, c.n_stream as usize) }?.to_vec()
     };
     let cells = CallerCells {
