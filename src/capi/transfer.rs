@@ -253,7 +253,10 @@ pub unsafe extern "C" fn kvs_state_reader_new_on_device(
     // SAFETY: the contract of all calls; the header demands that src stays until the reader is freed.
     status_of(|| unsafe {
         let out = out("reader_out", reader_out)?;
-        check_seq_id(seq_id)?;
+        let n_seq_max = crate::types::MAX_SEQ;
+        if crate::types::Seq::new(seq_id, n_seq_max).is_none() {
+            return Err(Error::SeqId { seq_id, n_seq_max });
+        }
         let src: &'static [u8] = array("src", src, size)?;
         let (reader, file, access) = (StateReader::of_device(src)?, None, None);
         *out = into_tagged(kvs_state_reader { tag: kvs_state_reader::LIVE, reader, file, seq_id, access });

@@ -272,8 +272,9 @@ impl<'a> StateReader<'a> {
     /// The next bytes go to a plane of one cell, with the batch.
     ///
     /// # Errors
-    /// [`Error::Truncated`].
+    /// [`Error::Truncated`], [`Error::InvalidArgument`] if the tensors are not here.
     pub fn read_tensor(&mut self, plane: Plane) -> Result<()> {
+        self.check_tensors_are_here()?;
         let bytes = self.source.tensor("tensor", plane.shape().cell_bytes())?;
         self.pending.push(Pending::Tensor(plane, bytes));
         Ok(())
@@ -307,30 +308,28 @@ impl<'a> StateReader<'a> {
     /// [`Error::InvalidArgument`] if the next section that was planned is another one, what the owner's calls
     /// return.
     pub fn read_kv_cache(&mut self, mut view: KvView) -> Result<SlotInfos> {
-        if matches!(self.source.tensors, Tensors::Elsewhere(_)) {
-            return Err(Error::arg(
-                "reader",
-                "the tensors of this state are not here: it can be planned only",
-            ));
-        }
-        let Planned { end, plan, slots, .. } = self
-            .planned
-            .pop_front_if(|next| {
-                next.geometry == *view.geometry() && next.end >= self.source.metadata.offset()
-            })
-            .ok_or_else(|| {
-                Error::arg(
-                    "view",
-                    format!("section {} is not the next that was planned", view.geometry().name),
-                )
-            })?;
+        self.check_tensors_are_here()?;
         let offset = self.offset();
+        let is_next = |next: &Planned<'_>| next.geometry == *view.geometry() && next.end >= offset;
+        let next = if self.planned.front().is_some_and(is_next) { self.planned.pop_front() } else { None };
+        let Planned { end, plan, slots, .. } = next.ok_or_else(|| {
+            let name = &view.geometry().name;
+            Error::arg("view", format!("section {name} is not the next that was planned"))
+        })?;
         self.source.metadata.bytes("section", (end - offset) as u64)?;
         if let Some(plan) = plan {
             view.commit_cells(&plan)?;
             self.pending.push(Pending::Kv(Box::new(view), plan));
         }
         Ok(slots)
+    }
+
+    fn check_tensors_are_here(&self) -> Result<()> {
+        if matches!(self.source.tensors, Tensors::Elsewhere(_)) {
+            let reason = "the tensors of this state are not here: it can be planned only";
+            return Err(Error::arg("reader", reason));
+        }
+        Ok(())
     }
 
     /// Copies the tensors of everything that was read, in one batch.
