@@ -301,6 +301,8 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
     }
     let mut planes = KvPlanes::default();
     for (i, plane) in k.iter().enumerate() {
+        same_in_all_streams("k", i, k, n_layer)?;
+        same_in_all_streams("v", i, v, n_layer)?;
         let shape = rows(layers[i % n_layer].k, plane);
         // SAFETY: the contract of all calls: the tensors outlive the view's use.
         planes.k.push(unsafe { plane_of("k", i, plane, c.kv_size, shape, access.as_ref()) }?);
@@ -363,6 +365,22 @@ fn tensor_params(field: &str, layer: usize, plane: &kvs_plane) -> Result<TensorP
         )
     })?;
     Ok(TensorParams { ggml_type, n_embd: plane.n_embd })
+}
+
+/// A layer is described by its plane in stream 0.
+fn same_in_all_streams(field: &str, i: usize, planes: &[kvs_plane], n_layer: usize) -> Result<()> {
+    let (Some(plane), Some(first)) = (planes.get(i), planes.get(i % n_layer)) else { return Ok(()) };
+    for (name, value, expected) in [
+        ("n_embd", i64::from(plane.n_embd), i64::from(first.n_embd)),
+        ("ggml_type", plane.ggml_type.into(), first.ggml_type.into()),
+    ] {
+        // The type of a tensor that is not there means nothing.
+        if value != expected && (name == "n_embd" || first.n_embd != 0) {
+            let reason = format!("{value}, in stream 0 it is {expected}");
+            return Err(Error::arg(format!("view.{field}[{i}].{name}"), reason));
+        }
+    }
+    Ok(())
 }
 
 fn rows(params: TensorParams, plane: &kvs_plane) -> PlaneShape {
