@@ -23,7 +23,6 @@ use crate::storage::Plane;
 ///
 /// Until it is freed, nobody writes the tensors that were named and what a view points to stays where it is.
 pub struct kvs_state_writer {
-    tag: u64,
     /// Declared before what it borrows from.
     writer: StateWriter<'static>,
     views: Vec<Rc<KvView>>,
@@ -34,9 +33,6 @@ pub struct kvs_state_writer {
 impl Tagged for kvs_state_writer {
     const LIVE: u64 = 0x6b76_735f_7774_7231;
     const NAME: &'static str = "writer";
-    fn tag(&mut self) -> &mut u64 {
-        &mut self.tag
-    }
 }
 
 /// A state on its way in. First every section is planned, in write order: read, checked, placed, and nothing
@@ -45,7 +41,6 @@ impl Tagged for kvs_state_writer {
 ///
 /// Until it is freed, the bytes of the state stay as they are, and the cache is changed through it alone.
 pub struct kvs_state_reader {
-    tag: u64,
     /// Declared before what it borrows from.
     reader: StateReader<'static>,
     file: Option<Rc<StateFile>>,
@@ -56,9 +51,6 @@ pub struct kvs_state_reader {
 impl Tagged for kvs_state_reader {
     const LIVE: u64 = 0x6b76_735f_7264_7231;
     const NAME: &'static str = "reader";
-    fn tag(&mut self) -> &mut u64 {
-        &mut self.tag
-    }
 }
 
 /// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors that are in no host
@@ -74,7 +66,6 @@ pub unsafe extern "C" fn kvs_state_writer_new(
         let out = out("writer_out", writer_out)?;
         check_seq_id(seq_id)?;
         *out = into_tagged(kvs_state_writer {
-            tag: kvs_state_writer::LIVE,
             writer: StateWriter::new(seq_id),
             views: Vec::new(),
             planes: Vec::new(),
@@ -207,8 +198,7 @@ pub unsafe extern "C" fn kvs_state_reader_new(
         let src: &'static [u8] = array("src", src, size)?;
         let reader = if seq_id == -1 { StateReader::of_whole(src) } else { StateReader::of_seq(src)? };
         let access = access_of(access)?;
-        *out =
-            into_tagged(kvs_state_reader { tag: kvs_state_reader::LIVE, reader, file: None, seq_id, access });
+        *out = into_tagged(kvs_state_reader { reader, file: None, seq_id, access });
         Ok(())
     })
 }
@@ -235,7 +225,7 @@ pub unsafe extern "C" fn kvs_state_reader_open_file(
         let borrowed: &'static StateFile = &*Rc::as_ptr(&file);
         let reader = StateReader::of_file(borrowed);
         let file = Some(file);
-        *out = into_tagged(kvs_state_reader { tag: kvs_state_reader::LIVE, reader, file, seq_id, access });
+        *out = into_tagged(kvs_state_reader { reader, file, seq_id, access });
         Ok(())
     })
 }
@@ -259,7 +249,7 @@ pub unsafe extern "C" fn kvs_state_reader_new_on_device(
         }
         let src: &'static [u8] = array("src", src, size)?;
         let (reader, file, access) = (StateReader::of_device(src)?, None, None);
-        *out = into_tagged(kvs_state_reader { tag: kvs_state_reader::LIVE, reader, file, seq_id, access });
+        *out = into_tagged(kvs_state_reader { reader, file, seq_id, access });
         Ok(())
     })
 }
