@@ -364,7 +364,13 @@ fn tensor_params(field: &str, layer: usize, plane: &kvs_plane) -> Result<TensorP
             format!("{} is no type of ggml", plane.ggml_type),
         )
     })?;
-    Ok(TensorParams { ggml_type, n_embd: plane.n_embd })
+    let n_embd = plane.n_embd;
+    if n_embd == 0 || ggml_type.row_size(n_embd).is_none() {
+        let block = ggml_type.block_size();
+        let reason = format!("{n_embd}, cells hold blocks of {block} elements of {ggml_type}, at least one");
+        return Err(Error::arg(format!("view.{field}[{layer}].n_embd"), reason));
+    }
+    Ok(TensorParams { ggml_type, n_embd })
 }
 
 /// A layer is described by its plane in stream 0.
@@ -384,7 +390,7 @@ fn same_in_all_streams(field: &str, i: usize, planes: &[kvs_plane], n_layer: usi
 }
 
 fn rows(params: TensorParams, plane: &kvs_plane) -> PlaneShape {
-    // A width that is no whole number of blocks is refused by the view.
+    // `tensor_params` has refused what is no whole number of blocks.
     let row_size = params.ggml_type.row_size(params.n_embd).unwrap_or(0);
     PlaneShape::Rows { row_size, cell_stride: plane.cell_stride }
 }
