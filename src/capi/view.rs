@@ -101,7 +101,7 @@ pub struct kvs_kv_view {
     pub k: *const kvs_plane,
     /// V, likewise; NULL: no layer has V.
     pub v: *const kvs_plane,
-    /// Where the search for free cells starts in each stream: [n_stream]; NULL: at cell 0.
+    /// Where the search for free cells starts in each stream, n_stream of them; NULL: at cell 0.
     pub head: *const u32,
     /// For planes whose data is NULL; all planes have data if this is NULL.
     pub access: *const kvs_tensor_access,
