@@ -740,7 +740,9 @@ fn cells_are_set_when_they_are_read_and_tensors_when_all_is_finished() {
     assert_eq!((owner.positions(1), owner.bytes_of(1)), (vec![4, 5, 6], bytes));
     reader.finish().expect("the batch");
     assert_eq!(owner.bytes_of(1), owner.bytes_of(2));
+    owner.write(0, 3, &owner.read(0, 0));
     reader.finish().expect("there is nothing left");
+    assert_eq!(owner.read(0, 3), owner.read(0, 0), "nothing is copied twice");
 }
 
 #[test]
@@ -1069,6 +1071,14 @@ fn nothing_is_dropped_in_turns_or_if_the_tensors_are_elsewhere() {
     let (owner, blob) = too_large();
     let text = "failed to find 20 available cells in kv cache: 16 of 16 can be used (section kv, stream 0)";
     assert_eq!(in_turns(&owner, &blob, 1, None).expect_err("no room").to_string(), text);
+    // A state that the cache could hold, if it were not for cells that others see.
+    let mut pair = Pair::of(2, standard(16, 4));
+    pair.decode(0, 0..14);
+    let blob = pair.managed(0, NONE);
+    pair.rm(0, 3, -1);
+    let error = in_turns(&pair.owners[0], &blob, 1, None).expect_err("no room");
+    assert_eq!(error.to_string(), text.replace("20 avail", "14 avail").replace(": 16 of", ": 13 of"));
+    assert_eq!(plan(&pair.owners[0], &blob, 1, None).expect("room for the window")[0].len(), 13);
 
     let mut pair = Pair::of(2, standard(32, 4));
     pair.decode(0, 0..20);
