@@ -366,7 +366,7 @@ typedef struct kvs_kv_view {
     const struct kvs_plane *k;
     // V, likewise; NULL: no layer has V.
     const struct kvs_plane *v;
-    // Where the search for free cells starts in each stream: [n_stream]; NULL: at cell 0.
+    // Where the search for free cells starts in each stream, n_stream of them; NULL: at cell 0.
     const uint32_t *head;
     // For planes whose data is NULL; all planes have data if this is NULL.
     const struct kvs_tensor_access *access;

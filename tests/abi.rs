@@ -333,6 +333,52 @@ c_tests! { engine:
     a_callback_and_a_promise_of_the_engine_exclude_each_other,
 }
 
+c_tests! { view:
+    init_writes_defaults_and_checks_the_size,
+    structs_of_another_size_are_refused,
+    a_state_written_in_turns_is_that_of_a_context,
+    a_state_read_in_turns_takes_the_cells_that_it_reports,
+    a_whole_context_is_read_in_turns,
+    a_mirrored_cache_takes_the_cells_that_are_given,
+    given_cells_that_do_not_fit_empty_the_destination,
+    layouts_without_room_are_refused_before_anything_changes,
+    input_that_ends_leaves_an_empty_destination,
+    a_shared_view_writes_and_reads_nothing,
+    a_callback_that_is_missing_is_refused,
+    a_callback_that_fails_ends_the_call,
+    what_a_visit_tells_is_checked,
+    a_visit_that_passes_over_a_refusal_is_refused,
+    a_view_that_makes_no_sense_is_refused_by_field,
+    a_plane_that_differs_between_streams_is_refused,
+    a_cache_without_v_has_none_in_its_state,
+    tensors_are_reached_through_access_where_data_is_null,
+    a_tensor_that_cannot_be_written_fails_finish,
+    a_context_reads_what_a_writer_wrote,
+    a_view_reads_what_a_context_wrote,
+    damaged_bytes_are_refused_by_the_plan_and_change_nothing,
+    sections_of_the_caller_stand_beside_a_view,
+    a_file_is_that_of_a_context_and_comes_back,
+    a_file_of_a_whole_context_is_that_of_a_context,
+    a_legacy_partial_state_is_dropped_after_a_restart,
+    an_on_device_state_is_planned_and_not_read,
+    an_on_device_state_comes_back_from_what_the_writer_kept,
+    a_section_is_read_only_as_it_was_planned,
+    a_reader_that_is_freed_before_finish_leaves_the_tensors_alone,
+    a_null_handle_or_one_of_another_kind_fails_every_call,
+    a_null_argument_fails_every_call,
+}
+
+#[test]
+fn exceptions_of_cpp_callbacks_pass_around_the_library_and_nothing_is_lost() {
+    let dir = temp_dir();
+    let mut compiler = cc::cpp();
+    compiler.arg("-g").arg(repo("tests/c/view_exceptions.cpp"));
+    link(&mut compiler, Link::Dynamic);
+    let exe = build(compiler, dir.path(), "view_exceptions");
+    run(&mut Command::new(&exe));
+    under_valgrind(&exe);
+}
+
 // Examples
 
 /// What an example wrote to its folder and to standard output.
@@ -417,7 +463,7 @@ fn the_cpp_example_is_clean_under_valgrind() {
     under_valgrind(&build(compiler, dir.path(), "example_cpp"));
 }
 
-/// Runs an example in a folder of its own: no invalid access, nothing lost.
+/// Runs a program in a folder of its own: no invalid access, nothing lost.
 fn under_valgrind(exe: &Path) {
     if Command::new("valgrind").arg("--version").output().is_err() {
         eprintln!("skipped: valgrind is not installed");

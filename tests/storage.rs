@@ -1,10 +1,11 @@
 //! The storage floor against an oracle that moves single bytes.
 #![allow(unsafe_code, reason = "adopting memory is unsafe")]
 
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use kvstate::error::{Error, Result};
-use kvstate::storage::{Plane, PlaneShape, Region, Scatter, gather, scatter};
+use kvstate::storage::{Plane, PlaneShape, Region, Scatter, TensorAccess, gather, scatter};
 use kvstate::types::{Move, Run};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -72,6 +73,47 @@ impl Memory {
             self.bytes[i] = *byte;
         }
         self
+    }
+}
+
+/// A plane's memory that is reached through calls, of which some succeed before they fail.
+#[derive(Debug)]
+struct Remote {
+    bytes: Mutex<Vec<u8>>,
+    calls_left: AtomicUsize,
+}
+
+const TENSOR: usize = 42;
+
+impl Remote {
+    fn new(memory: &Memory, calls_left: usize) -> Arc<Self> {
+        Arc::new(Self { bytes: Mutex::new(memory.bytes.clone()), calls_left: AtomicUsize::new(calls_left) })
+    }
+
+    fn plane(self: &Arc<Self>, memory: &Memory) -> Plane {
+        Plane::remote(self.clone(), TENSOR, memory.kv_size, memory.shape).unwrap()
+    }
+
+    fn call(&self, name: &'static str, tensor: usize, piece: &[u8]) -> Result<()> {
+        assert!(tensor == TENSOR && !piece.is_empty());
+        let left = self.calls_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+        left.map(drop).map_err(|_| Error::Callback { name, code: 7 })
+    }
+}
+
+impl TensorAccess for Remote {
+    fn get(&self, tensor: usize, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.call("get", tensor, out)?;
+        let offset = GUARD + usize::try_from(offset).unwrap();
+        out.copy_from_slice(&self.bytes.lock().unwrap()[offset..][..out.len()]);
+        Ok(())
+    }
+
+    fn set(&self, tensor: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        self.call("set", tensor, bytes)?;
+        let offset = GUARD + usize::try_from(offset).unwrap();
+        self.bytes.lock().unwrap()[offset..][..bytes.len()].copy_from_slice(bytes);
+        Ok(())
     }
 }
 
@@ -236,6 +278,59 @@ proptest! {
     }
 
     #[test]
+    fn a_remote_plane_is_read_like_one_in_host_memory(
+        (memory, cells) in memory_and_cells(), max in 0..300_u64
+    ) {
+        let remote = Remote::new(&memory, usize::MAX);
+        let plane = remote.plane(&memory);
+        let region = Region::new(&plane, &runs_of(&cells)).unwrap();
+        prop_assert_eq!(region.tensor(), TENSOR);
+        let pieces: Vec<u8> = region.clone().split(max).flat_map(gather_one).collect();
+        prop_assert_eq!(&pieces, &memory.gathered(&cells));
+        prop_assert!(region.as_contiguous().is_none());
+        prop_assert_eq!(gather_one(region), pieces);
+    }
+
+    #[test]
+    fn a_remote_plane_is_written_like_one_in_host_memory(
+        (memory, cells) in memory_and_cells(), spare in 0..4_u32, reverse in any::<bool>()
+    ) {
+        let n_src = spare + u32::try_from(cells.len()).unwrap();
+        let order: Vec<u32> = if reverse { cells.iter().rev().copied().collect() } else { cells };
+        let moves = Move::of_pairs((spare..).zip(order.iter().copied()));
+        let source = Memory::new(n_src, dense_like(memory.shape, n_src), 3);
+        let blob = source.gathered(&(0..n_src).collect::<Vec<_>>());
+        let moved = source.gathered(&(spare..n_src).collect::<Vec<_>>());
+
+        let remote = Remote::new(&memory, usize::MAX);
+        let mut plane = remote.plane(&memory);
+        scatter(vec![Scatter { plane: &mut plane, moves: &moves, n_src, src: &blob }]).unwrap();
+        prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&moved, &order).bytes);
+    }
+
+    #[test]
+    fn a_remote_plane_is_zeroed_like_one_in_host_memory((memory, cells) in memory_and_cells()) {
+        let zeroes = vec![0; memory.blob_order(&cells).len()];
+        let remote = Remote::new(&memory, usize::MAX);
+        remote.plane(&memory).zero(&runs_of(&cells)).unwrap();
+        prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&zeroes, &cells).bytes);
+    }
+
+    #[test]
+    fn pieces_are_the_bytes_of_the_region_in_blob_order((mut memory, cells) in memory_and_cells()) {
+        let order = memory.blob_order(&cells);
+        let plane = memory.plane();
+        let mut named = Vec::new();
+        let region = Region::new(&plane, &runs_of(&cells)).unwrap();
+        region.each_piece(|offset, bytes| {
+            let start = GUARD + usize::try_from(offset).unwrap();
+            named.extend(start..start + bytes);
+            Ok(())
+        }).unwrap();
+        prop_assert_eq!(named, order);
+    }
+
+    #[test]
     fn zero_clears_the_cells_and_no_other_byte((mut memory, cells) in memory_and_cells()) {
         let zeroes = vec![0; memory.blob_order(&cells).len()];
         let expected = memory.clone().scattered(&zeroes, &cells);
@@ -355,6 +450,84 @@ fn check_refuses_overlap_and_overflow() {
     let channels = PlaneShape::dense_channels(u32::MAX, u32::MAX, u32::MAX);
     assert_eq!(channels.span(u32::MAX), None);
     assert!(channels.check(u32::MAX).unwrap_err().contains("addressed"));
+}
+
+/// Three rows with gaps between them: a call for each.
+fn remote_rows(calls_left: usize) -> (Memory, Arc<Remote>) {
+    let memory = Memory::new(3, PlaneShape::Rows { row_size: 4, cell_stride: 6 }, 1);
+    let remote = Remote::new(&memory, calls_left);
+    (memory, remote)
+}
+
+const ALL_ROWS: Run = Run { start: 0, len: 3 };
+
+#[test]
+fn a_get_that_fails_is_the_error_of_gather() {
+    for calls_left in 0..3 {
+        let (memory, remote) = remote_rows(calls_left);
+        let plane = remote.plane(&memory);
+        let region = Region::new(&plane, &[ALL_ROWS].into()).unwrap();
+        let error = gather(&[(0, region)], &mut [0; 12]).unwrap_err();
+        assert_eq!(error.to_string(), "get of the caller failed: 7", "call {calls_left}");
+    }
+}
+
+#[test]
+fn a_set_that_fails_is_the_error_of_scatter_and_zero() {
+    for calls_left in 0..3 {
+        let (memory, remote) = remote_rows(calls_left);
+        let moves = [Move { src: 0, dst: 0, len: 3 }];
+        let mut plane = remote.plane(&memory);
+        let result = scatter(vec![Scatter { plane: &mut plane, moves: &moves, n_src: 3, src: &[9; 12] }]);
+        assert_eq!(result.unwrap_err().to_string(), "set of the caller failed: 7", "call {calls_left}");
+        let written = memory.blob_order(&(0..u32::try_from(calls_left).unwrap()).collect::<Vec<_>>());
+        let bytes = remote.bytes.lock().unwrap();
+        assert!((0..bytes.len()).all(|i| bytes[i] == if written.contains(&i) { 9 } else { memory.bytes[i] }));
+        drop(bytes);
+
+        let (memory, remote) = remote_rows(calls_left);
+        let error = remote.plane(&memory).zero_all().unwrap_err();
+        assert_eq!(error.to_string(), "set of the caller failed: 7", "call {calls_left}");
+    }
+}
+
+#[test]
+fn a_remote_plane_is_checked_like_one_in_host_memory() {
+    let (memory, remote) = remote_rows(0);
+    let mut plane = remote.plane(&memory);
+    assert!(plane.as_ptr().is_null());
+    let outside = [Run { start: 1, len: 3 }];
+    assert!(is_refused(&plane.zero(&outside)));
+    assert!(is_refused(&Region::new(&plane, &outside.into()).map(drop)));
+    let moves = [Move { src: 0, dst: 1, len: 3 }];
+    assert!(is_refused(&scatter(vec![Scatter {
+        plane: &mut plane,
+        moves: &moves,
+        n_src: 3,
+        src: &[9; 12]
+    }])));
+    let overlapping = PlaneShape::Rows { row_size: 4, cell_stride: 3 };
+    assert!(is_refused(&Plane::remote(remote, TENSOR, 2, overlapping).map(drop)));
+}
+
+#[test]
+fn cells_are_not_copied_between_tensors_behind_calls() {
+    let (mut memory, remote) = remote_rows(usize::MAX);
+    let mut plane = remote.plane(&memory);
+    assert!(is_refused(&plane.copy_cells_from(&memory.plane(), &[ALL_ROWS])));
+    let before = memory.bytes.clone();
+    assert!(is_refused(&memory.plane().copy_cells_from(&plane, &[ALL_ROWS])));
+    assert_eq!(memory.bytes, before);
+}
+
+#[test]
+fn a_large_remote_plane_is_zeroed_in_pieces() {
+    let memory = Memory::new(5, PlaneShape::dense_rows(50_000), 1);
+    let remote = Remote::new(&memory, 4);
+    remote.plane(&memory).zero(&[Run { start: 1, len: 4 }]).unwrap();
+    assert_eq!(remote.calls_left.load(Ordering::Relaxed), 0);
+    let expected = memory.scattered(&vec![0; 200_000], &[1, 2, 3, 4]);
+    assert!(*remote.bytes.lock().unwrap() == expected.bytes);
 }
 
 #[test]

@@ -90,19 +90,39 @@ pub(super) unsafe fn free_slot(handle: *mut kvs_slot) -> Result<()> {
     Ok(())
 }
 
-/// A handle that starts with a tag.
+/// A kind of handle that is tagged.
 pub(super) trait Tagged {
     const LIVE: u64;
     const NAME: &'static str;
-    fn tag(&mut self) -> &mut u64;
+}
+
+/// What such a handle points to. The tag comes first whatever the kind, so that one of another kind is told by
+/// reading no more than 8 bytes of it.
+#[repr(C)]
+struct Tag<T> {
+    tag: u64,
+    value: T,
 }
 
 /// The tag of a handle that a panic left in the middle of a change.
 const POISONED: u64 = 0x6b76_735f_706f_6973;
 
 /// A new handle, owned by the caller.
-pub(super) fn into_tagged<T: Tagged>(handle: T) -> *mut T {
-    Box::into_raw(Box::new(handle))
+pub(super) fn into_tagged<T: Tagged>(value: T) -> *mut T {
+    Box::into_raw(Box::new(Tag { tag: T::LIVE, value })).cast()
+}
+
+/// The tag of a handle that is not NULL.
+unsafe fn tag_of<T: Tagged>(handle: *mut T) -> Result<u64> {
+    let handle = handle.cast::<Tag<T>>();
+    if handle.is_null() || !handle.is_aligned() {
+        return Err(Error::InvalidHandle { name: T::NAME });
+    }
+    // SAFETY: not NULL, aligned; the header demands a live handle, which begins with a tag or something as large.
+    match unsafe { (&raw const (*handle).tag).read() } {
+        tag if tag == T::LIVE || tag == POISONED => Ok(tag),
+        _ => Err(Error::InvalidHandle { name: T::NAME }),
+    }
 }
 
 /// Runs a call on a handle; a panic in it poisons the handle.
@@ -110,20 +130,15 @@ pub(super) unsafe fn with_tagged<T: Tagged, U>(
     handle: *mut T,
     call: impl FnOnce(&mut T) -> Result<U>,
 ) -> Result<U> {
-    let dead = Error::InvalidHandle { name: T::NAME };
-    if !handle.is_aligned() {
-        return Err(dead);
+    // SAFETY: the header demands NULL or a live handle that no other call uses meanwhile.
+    if unsafe { tag_of(handle) }? == POISONED {
+        return Err(Error::Poisoned);
     }
-    // SAFETY: aligned; the header demands NULL or a live handle that no other call uses meanwhile.
-    let handle = unsafe { handle.as_mut() }.ok_or(dead)?;
-    match *handle.tag() {
-        tag if tag == T::LIVE => {}
-        POISONED => return Err(Error::Poisoned),
-        _ => return Err(Error::InvalidHandle { name: T::NAME }),
-    }
-    let result = caught(|| call(handle));
+    // SAFETY: as above, and it is of this kind.
+    let handle = unsafe { &mut *handle.cast::<Tag<T>>() };
+    let result = caught(|| call(&mut handle.value));
     if matches!(result, Err(Error::Internal(_))) {
-        *handle.tag() = POISONED;
+        handle.tag = POISONED;
     }
     result
 }
@@ -133,15 +148,11 @@ pub(super) unsafe fn free_tagged<T: Tagged>(handle: *mut T) -> Result<()> {
     if handle.is_null() {
         return Ok(());
     }
-    if !handle.is_aligned() {
-        return Err(Error::InvalidHandle { name: T::NAME });
-    }
-    // SAFETY: aligned; the header demands a handle that was not freed; it came from a Box.
+    // SAFETY: the header demands a handle that was not freed; of this kind, it came from a Box.
     unsafe {
-        if ![T::LIVE, POISONED].contains((*handle).tag()) {
-            return Err(Error::InvalidHandle { name: T::NAME });
-        }
-        *(*handle).tag() = 0;
+        tag_of(handle)?;
+        let handle = handle.cast::<Tag<T>>();
+        (*handle).tag = 0;
         drop(Box::from_raw(handle));
     }
     Ok(())

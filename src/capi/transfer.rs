@@ -25,7 +25,6 @@ use crate::types::StateFlags;
 ///
 /// Until it is freed, nobody writes the tensors that were named and what a view points to stays where it is.
 pub struct kvs_state_writer {
-    tag: u64,
     /// Declared before what it borrows from.
     writer: StateWriter<'static>,
     views: Vec<Rc<KvView>>,
@@ -36,9 +35,6 @@ pub struct kvs_state_writer {
 impl Tagged for kvs_state_writer {
     const LIVE: u64 = 0x6b76_735f_7774_7231;
     const NAME: &'static str = "writer";
-    fn tag(&mut self) -> &mut u64 {
-        &mut self.tag
-    }
 }
 
 /// A state on its way in. First every section is planned, in write order: read, checked, placed, and nothing
@@ -47,7 +43,6 @@ impl Tagged for kvs_state_writer {
 ///
 /// Until it is freed, the bytes of the state stay as they are, and the cache is changed through it alone.
 pub struct kvs_state_reader {
-    tag: u64,
     /// Declared before what it borrows from.
     reader: StateReader<'static>,
     file: Option<Rc<StateFile>>,
@@ -58,23 +53,16 @@ pub struct kvs_state_reader {
 impl Tagged for kvs_state_reader {
     const LIVE: u64 = 0x6b76_735f_7264_7231;
     const NAME: &'static str = "reader";
-    fn tag(&mut self) -> &mut u64 {
-        &mut self.tag
-    }
 }
 
 /// The tensors of a sequence's ON_DEVICE state.
 pub struct kvs_device_state {
-    tag: u64,
     state: DeviceState,
 }
 
 impl Tagged for kvs_device_state {
     const LIVE: u64 = 0x6b76_735f_6465_7631;
     const NAME: &'static str = "state";
-    fn tag(&mut self) -> &mut u64 {
-        &mut self.tag
-    }
 }
 
 /// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors that are in no host
@@ -90,7 +78,6 @@ pub unsafe extern "C" fn kvs_state_writer_new(
         let out = out("writer_out", writer_out)?;
         check_seq_id(seq_id)?;
         *out = into_tagged(kvs_state_writer {
-            tag: kvs_state_writer::LIVE,
             writer: StateWriter::new(seq_id),
             views: Vec::new(),
             planes: Vec::new(),
@@ -214,7 +201,7 @@ pub unsafe extern "C" fn kvs_state_writer_get_on_device(
         let out = out("state_out", state_out)?;
         let (len, state) =
             with_tagged(writer, |w| w.writer.get_on_device(dst, flags | StateFlags::ON_DEVICE))?;
-        *out = into_tagged(kvs_device_state { tag: kvs_device_state::LIVE, state });
+        *out = into_tagged(kvs_device_state { state });
         Ok(len)
     })
 }
@@ -262,8 +249,7 @@ pub unsafe extern "C" fn kvs_state_reader_new(
         let src: &'static [u8] = array("src", src, size)?;
         let reader = if seq_id == -1 { StateReader::of_whole(src) } else { StateReader::of_seq(src)? };
         let access = access_of(access)?;
-        *out =
-            into_tagged(kvs_state_reader { tag: kvs_state_reader::LIVE, reader, file: None, seq_id, access });
+        *out = into_tagged(kvs_state_reader { reader, file: None, seq_id, access });
         Ok(())
     })
 }
@@ -290,7 +276,7 @@ pub unsafe extern "C" fn kvs_state_reader_open_file(
         let borrowed: &'static StateFile = &*Rc::as_ptr(&file);
         let reader = StateReader::of_file(borrowed);
         let file = Some(file);
-        *out = into_tagged(kvs_state_reader { tag: kvs_state_reader::LIVE, reader, file, seq_id, access });
+        *out = into_tagged(kvs_state_reader { reader, file, seq_id, access });
         Ok(())
     })
 }
@@ -314,7 +300,10 @@ pub unsafe extern "C" fn kvs_state_reader_new_on_device(
     // SAFETY: the contract of all calls; the header demands that src and state stay until the reader is freed.
     status_of(|| unsafe {
         let out = out("reader_out", reader_out)?;
-        check_seq_id(seq_id)?;
+        let n_seq_max = crate::types::MAX_SEQ;
+        if crate::types::Seq::new(seq_id, n_seq_max).is_none() {
+            return Err(Error::SeqId { seq_id, n_seq_max });
+        }
         let flags = flags_of(flags)?;
         let src: &'static [u8] = array("src", src, size)?;
         let reader = if state.is_null() {
@@ -324,7 +313,7 @@ pub unsafe extern "C" fn kvs_state_reader_new_on_device(
             StateReader::of_device(src, flags | StateFlags::ON_DEVICE, kept)?
         };
         let (file, access) = (None, access_of(access)?);
-        *out = into_tagged(kvs_state_reader { tag: kvs_state_reader::LIVE, reader, file, seq_id, access });
+        *out = into_tagged(kvs_state_reader { reader, file, seq_id, access });
         Ok(())
     })
 }

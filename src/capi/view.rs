@@ -101,7 +101,7 @@ pub struct kvs_kv_view {
     pub k: *const kvs_plane,
     /// V, likewise; NULL: no layer has V.
     pub v: *const kvs_plane,
-    /// Where the search for free cells starts in each stream: [n_stream]; NULL: at cell 0.
+    /// Where the search for free cells starts in each stream, n_stream of them; NULL: at cell 0.
     pub head: *const u32,
     /// For planes whose data is NULL; all planes have data if this is NULL.
     pub access: *const kvs_tensor_access,
@@ -272,10 +272,11 @@ pub unsafe extern "C" fn kvs_kv_cache_state_read_sinfo(
 pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
     // SAFETY: the contract of all calls.
     let c = unsafe { params::read(view) }?;
-    let name = match c.name.is_null() {
-        true => "kv".to_owned(),
+    let name = if c.name.is_null() {
+        "kv".to_owned()
+    } else {
         // SAFETY: the contract of all calls.
-        false => unsafe { string("view.name", c.name) }?.to_string_lossy().into_owned(),
+        unsafe { string("view.name", c.name) }?.to_string_lossy().into_owned()
     };
     if c.n_stream != 1 && c.n_stream != c.n_seq_max {
         let reason = format!("{} with n_seq_max {}, it is 1 or as many", c.n_stream, c.n_seq_max);
@@ -300,6 +301,8 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
     }
     let mut planes = KvPlanes::default();
     for (i, plane) in k.iter().enumerate() {
+        same_in_all_streams("k", i, k, n_layer)?;
+        same_in_all_streams("v", i, v, n_layer)?;
         let shape = rows(layers[i % n_layer].k, plane);
         // SAFETY: the contract of all calls: the tensors outlive the view's use.
         planes.k.push(unsafe { plane_of("k", i, plane, c.kv_size, shape, access.as_ref()) }?);
@@ -332,10 +335,10 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
         cell_ext: c.cell_ext == 1,
         ..KvParams::new(c.kv_size, 0, no_layer())
     };
-    // SAFETY: the contract of all calls.
     let heads = if c.head.is_null() {
         vec![0; c.n_stream as usize]
     } else {
+        // SAFETY: the contract of all calls.
         unsafe { super::handle::array("view.head", c.head, c.n_stream as usize) }?.to_vec()
     };
     let cells = CallerCells {
@@ -361,11 +364,33 @@ fn tensor_params(field: &str, layer: usize, plane: &kvs_plane) -> Result<TensorP
             format!("{} is no type of ggml", plane.ggml_type),
         )
     })?;
-    Ok(TensorParams { ggml_type, n_embd: plane.n_embd })
+    let n_embd = plane.n_embd;
+    if n_embd == 0 || ggml_type.row_size(n_embd).is_none() {
+        let block = ggml_type.block_size();
+        let reason = format!("{n_embd}, cells hold blocks of {block} elements of {ggml_type}, at least one");
+        return Err(Error::arg(format!("view.{field}[{layer}].n_embd"), reason));
+    }
+    Ok(TensorParams { ggml_type, n_embd })
+}
+
+/// A layer is described by its plane in stream 0.
+fn same_in_all_streams(field: &str, i: usize, planes: &[kvs_plane], n_layer: usize) -> Result<()> {
+    let (Some(plane), Some(first)) = (planes.get(i), planes.get(i % n_layer)) else { return Ok(()) };
+    for (name, value, expected) in [
+        ("n_embd", i64::from(plane.n_embd), i64::from(first.n_embd)),
+        ("ggml_type", plane.ggml_type.into(), first.ggml_type.into()),
+    ] {
+        // The type of a tensor that is not there means nothing.
+        if value != expected && (name == "n_embd" || first.n_embd != 0) {
+            let reason = format!("{value}, in stream 0 it is {expected}");
+            return Err(Error::arg(format!("view.{field}[{i}].{name}"), reason));
+        }
+    }
+    Ok(())
 }
 
 fn rows(params: TensorParams, plane: &kvs_plane) -> PlaneShape {
-    // A width that is no whole number of blocks is refused by the view.
+    // `tensor_params` has refused what is no whole number of blocks.
     let row_size = params.ggml_type.row_size(params.n_embd).unwrap_or(0);
     PlaneShape::Rows { row_size, cell_stride: plane.cell_stride }
 }

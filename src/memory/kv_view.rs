@@ -49,7 +49,7 @@ pub trait ViewCells: std::fmt::Debug {
     /// What keeps the owner from it.
     fn apply(&mut self, stream: usize, seq: Option<Seq>, cells: &[u32], metas: &[CellMeta]) -> Result<()>;
 
-    /// Removes `seq` (with `None`: everything) and zeroes the data of its cells.
+    /// Removes `seq` (with `None`: everything) and zeroes the data of the cells that only it used.
     ///
     /// # Errors
     /// What keeps the owner from it.
@@ -180,11 +180,15 @@ impl KvView {
         if !self.writes(flags) {
             return Ok(self.no_slots());
         }
-        let read = self.read_in_turns(input, scope, sinfos_in);
-        if read.is_err() {
-            self.cells.clear(scope.seq())?;
-        }
-        read
+        self.read_in_turns(input, scope, sinfos_in).inspect_err(|_| {
+            // What went wrong first is what the caller has to know.
+            if let Err(error) = self.cells.clear(scope.seq()) {
+                log::error!(
+                    "section {} could not be emptied after a failed read: {error}",
+                    self.geometry.name
+                );
+            }
+        })
     }
 
     fn read_in_turns(
@@ -211,7 +215,7 @@ impl KvView {
                     (stream, placement)
                 }
             };
-            check_given(geometry, given(sinfos_in, src), &placement.cells)?;
+            check_given(geometry, stream, given(sinfos_in, src), &placement.cells)?;
             cells.apply(stream, scope.seq(), &placement.cells, &metas)?;
             let runs = runs_of(&placement.cells).into();
             let n_layer = geometry.n_layer();
@@ -268,7 +272,7 @@ impl KvView {
         })?;
         let mut slots = self.no_slots();
         for stream in &plan.streams {
-            check_given(&self.geometry, given_at(sinfos_in, stream.src), &stream.cells)?;
+            check_given(&self.geometry, stream.stream, given_at(sinfos_in, stream.src), &stream.cells)?;
             note(&mut slots, stream.src, stream.cells.clone());
         }
         check_empty_streams(&self.geometry, sinfos_in, n_stream, &slots)?;
@@ -398,13 +402,20 @@ fn place(
         .map_err(|shortage| geometry.shortage(shortage, stream))
 }
 
-/// A mirrored section sits on the cells of its source, all of them.
-fn check_given(geometry: &Geometry, given: Option<&[u32]>, cells: &[u32]) -> Result<()> {
-    match given {
-        Some(given) if given != cells => {
-            Err(geometry.mismatch("mirrored slot layout", cells.len(), given.len(), None))
+/// A mirrored section sits on the cells of its source, all of them. Those of a whole context are not searched, so
+/// they may be others than those given.
+fn check_given(geometry: &Geometry, stream: usize, given: Option<&[u32]>, cells: &[u32]) -> Result<()> {
+    let Some(given) = given else { return Ok(()) };
+    if given.len() != cells.len() {
+        return Err(geometry.mismatch("mirrored slot layout", cells.len(), given.len(), None));
+    }
+    match given.iter().zip(cells).find(|(given, cell)| given != cell) {
+        Some((given, cell)) => {
+            let place = geometry.place(stream);
+            let reason = format!("cell {given} is given where a whole context has cell {cell} ({place})");
+            Err(Error::arg("sinfos_in", reason))
         }
-        _ => Ok(()),
+        None => Ok(()),
     }
 }
 

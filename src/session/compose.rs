@@ -317,8 +317,9 @@ impl<'a> StateReader<'a> {
     /// The next bytes go to a plane of one cell, with the batch.
     ///
     /// # Errors
-    /// [`Error::Truncated`].
+    /// [`Error::Truncated`], [`Error::InvalidArgument`] if the tensors are not here.
     pub fn read_tensor(&mut self, plane: Plane) -> Result<()> {
+        self.check_tensors_are_here()?;
         let bytes = self.source.tensor("tensor", plane.shape().cell_bytes())?;
         self.pending.push(Pending::Tensor(plane, bytes));
         Ok(())
@@ -352,26 +353,28 @@ impl<'a> StateReader<'a> {
     /// [`Error::InvalidArgument`] if the next section that was planned is another one, what the owner's calls
     /// return.
     pub fn read_kv_cache(&mut self, mut view: KvView) -> Result<SlotInfos> {
-        if matches!(self.source.tensors, Tensors::Elsewhere(_)) {
-            return Err(Error::arg(
-                "reader",
-                "the tensors of this state are not here: it can be planned only",
-            ));
-        }
+        self.check_tensors_are_here()?;
         let offset = self.offset();
         let is_next = |next: &Planned<'_>| next.start == offset && next.geometry == *view.geometry();
-        let Some(Planned { end, plan, slots, .. }) =
-            self.planned.front().is_some_and(is_next).then(|| self.planned.pop_front()).flatten()
-        else {
-            let reason = format!("section {} is not the next that was planned", view.geometry().name);
-            return Err(Error::arg("view", reason));
-        };
+        let next = if self.planned.front().is_some_and(is_next) { self.planned.pop_front() } else { None };
+        let Planned { end, plan, slots, .. } = next.ok_or_else(|| {
+            let name = &view.geometry().name;
+            Error::arg("view", format!("section {name} is not the next that was planned"))
+        })?;
         self.source = end;
         if let Some(plan) = plan {
             view.commit_cells(&plan)?;
             self.pending.push(Pending::Kv(Box::new(view), plan));
         }
         Ok(slots)
+    }
+
+    fn check_tensors_are_here(&self) -> Result<()> {
+        if matches!(self.source.tensors, Tensors::Elsewhere(_)) {
+            let reason = "the tensors of this state are not here: it can be planned only";
+            return Err(Error::arg("reader", reason));
+        }
+        Ok(())
     }
 
     /// Copies the tensors of everything that was read, in one batch.

@@ -24,6 +24,26 @@
         CHECK(strstr(kvs_last_error(), (text)) != NULL);        \
     } while (0)
 
+// The call returns its failure value, for this reason.
+#define FAILS(call, failure, status, text) \
+    do {                                   \
+        kvs_clear_last_error();            \
+        CHECK((call) == (failure));        \
+        CHECK_REASON(status, text);        \
+    } while (0)
+
+#define FAILS_VOID(call, status, text) \
+    do {                               \
+        kvs_clear_last_error();        \
+        call;                          \
+        CHECK_REASON(status, text);    \
+    } while (0)
+
+#define NO_HANDLE(call, failure) FAILS(call, failure, KVS_STATUS_INVALID_HANDLE, " is not a live handle")
+#define NO_HANDLE_STATUS(call) NO_HANDLE(call, KVS_STATUS_INVALID_HANDLE)
+#define BAD(call, failure, text) FAILS(call, failure, KVS_STATUS_INVALID_ARGUMENT, text)
+#define BAD_STATUS(call, text) BAD(call, KVS_STATUS_INVALID_ARGUMENT, text)
+
 typedef struct {
     const char *name;
     void (*run)(void);

@@ -13,25 +13,6 @@ static void open_context(void) {
     decode(ctx, 1, 0, 3, NULL);
 }
 
-#define FAILS(call, failure, status, text) \
-    do {                                   \
-        kvs_clear_last_error();            \
-        CHECK((call) == (failure));        \
-        CHECK_REASON(status, text);        \
-    } while (0)
-
-#define FAILS_VOID(call, status, text) \
-    do {                               \
-        kvs_clear_last_error();        \
-        call;                          \
-        CHECK_REASON(status, text);    \
-    } while (0)
-
-#define NO_HANDLE(call, failure) FAILS(call, failure, KVS_STATUS_INVALID_HANDLE, " is not a live handle")
-#define NO_HANDLE_STATUS(call) NO_HANDLE(call, KVS_STATUS_INVALID_HANDLE)
-#define BAD(call, failure, text) FAILS(call, failure, KVS_STATUS_INVALID_ARGUMENT, text)
-#define BAD_STATUS(call, text) BAD(call, KVS_STATUS_INVALID_ARGUMENT, text)
-
 static void a_null_handle_fails_every_call(void) {
     uint8_t bytes[64] = {0};
     kvs_token token = 0;
