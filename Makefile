@@ -5,7 +5,11 @@ FIXTURE  := tests/fixtures/tiny2x64_kf16_vf16_n64_none.slot
 # What the static library needs on Linux beside what g++ links anyway.
 LIBS := -lpthread -ldl -lm
 
-.PHONY: demo test header bench clean
+# llama.cpp: sources in src/, the build in build/.
+LLAMA_CPP_DIR ?= $(CURDIR)/target/llama.cpp
+export LLAMA_CPP_DIR
+
+.PHONY: demo test test-llama-server header bench bench-llama bench-llama-quick llama-cpp clean
 
 # A server's day: prompt, checkpoints, edit, slot file, second process; and a slot file of a real llama.cpp.
 demo: build/demo
@@ -23,12 +27,35 @@ target/release/libkvstate.a: Cargo.toml $(shell find src -name '*.rs')
 test:
 	scripts/test
 
+# An unmodified llama-server with kvstate in front (downloads and builds llama.cpp once).
+test-llama-server:
+	scripts/test-llama-server
+
 # Writes include/kvstate.h from the sources.
 header:
 	KVSTATE_WRITE_HEADER=1 cargo test --quiet --test header
 
 bench:
 	cargo bench --bench state
+
+# kvstate beside llama.cpp: docs/bench-llama.md.
+bench-llama: build/bench-llama
+	build/bench-llama --json docs/bench-llama.json --llama b11434 --kvstate "$$(git describe --always --dirty)"
+	benches/llama/plot.py docs
+
+# The same in seconds, to see that it runs.
+bench-llama-quick: build/bench-llama
+	build/bench-llama --quick
+
+build/bench-llama: benches/llama/bench.cpp include/kvstate.h target/release/libkvstate.a | llama-cpp
+	@mkdir -p build
+	$(CXX) -std=c++17 -Wall -Wextra -Werror $(CXXFLAGS) -DNDEBUG -Iinclude \
+		$(addprefix -isystem $(LLAMA_CPP_DIR)/src/,src include ggml/include) benches/llama/bench.cpp \
+		target/release/libkvstate.a -L$(LLAMA_CPP_DIR)/build/bin -Wl,-rpath,$(abspath $(LLAMA_CPP_DIR))/build/bin \
+		-lllama -lggml -lggml-base $(LIBS) -o $@
+
+llama-cpp:
+	scripts/llama-cpp lib
 
 clean:
 	cargo clean

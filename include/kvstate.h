@@ -96,6 +96,9 @@
 // A context: the KV cache of a model's sequences.
 typedef struct kvs_context kvs_context;
 
+// The tensors of a sequence's ON_DEVICE state.
+typedef struct kvs_device_state kvs_device_state;
+
 // The memory of a context.
 typedef struct kvs_memory kvs_memory;
 
@@ -227,6 +230,11 @@ typedef struct kvs_context_params {
     // Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
     // UINT32_MAX (by default): all, so that the restored sequence can be cut to any prefix.
     uint32_t max_masked_cells;
+    // 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
+    // crash of the process all the same; after one of the machine it may be damaged. By default 0.
+    uint32_t unsynced_files;
+    // 0.
+    uint32_t reserved;
 } kvs_context_params;
 
 // The memory of a context; lives as long as the context does.
@@ -799,12 +807,29 @@ size_t kvs_state_writer_get_data(struct kvs_state_writer *writer,
                                  uint8_t *dst,
                                  size_t size);
 
+// Bytes that kvs_state_writer_get_on_device writes. 0: failed.
+size_t kvs_state_writer_metadata_size(struct kvs_state_writer *writer);
+
+// Writes a sequence's metadata to dst, as a state with KVS_STATE_SEQ_FLAGS_ON_DEVICE; returns the bytes written. The
+// tensors are in *state_out, which the caller frees. The seq_id field of the header holds more than the sequence:
+// it tells states apart. flags: those that the sections were written with. 0: failed, nothing is written.
+size_t kvs_state_writer_get_on_device(struct kvs_state_writer *writer,
+                                      uint8_t *dst,
+                                      size_t size,
+                                      kvs_state_seq_flags flags,
+                                      struct kvs_device_state **state_out);
+
+// Frees what kvs_state_writer_get_on_device gave; NULL is fine.
+void kvs_device_state_free(struct kvs_device_state *state);
+
 // Writes the state and a token list to a file, as kvs_state_seq_save_file does, or kvs_state_save_file for a whole
-// context; returns the size of the file. 0: failed, a file that was there is untouched.
+// context; returns the size of the file. sync: wait for the disk before the file is renamed into place. 0: failed, a
+// file that was there is untouched.
 size_t kvs_state_writer_save_file(struct kvs_state_writer *writer,
                                   const char *filepath,
                                   const kvs_token *tokens,
-                                  size_t n_token_count);
+                                  size_t n_token_count,
+                                  bool sync);
 
 // Begins to read the state of a sequence, which will replace seq_id, or with -1 that of a whole context. access: as
 // for kvs_state_writer_new.
@@ -822,12 +847,18 @@ kvs_status kvs_state_reader_open_file(kvs_seq_id seq_id,
                                       const struct kvs_tensor_access *access,
                                       struct kvs_state_reader **reader_out);
 
-// Begins to plan a sequence's ON_DEVICE state, whose tensors the caller keeps: src has its metadata alone. It can
-// be planned, which drops no cell, and kvs_state_reader_tensor_bytes says how many bytes its tensors have; it
-// cannot be read.
+// Begins to read a sequence's ON_DEVICE state, whose metadata is src. flags as they were, with
+// KVS_STATE_SEQ_FLAGS_ON_DEVICE or without. state: what kvs_state_writer_get_on_device gave for it, which must
+// outlive the reader; refused if it is another blob's.
+//
+// state NULL: the caller keeps the tensors itself. The state can be planned then, which drops no cell, and
+// kvs_state_reader_tensor_bytes says how many bytes its tensors have; it cannot be read.
 kvs_status kvs_state_reader_new_on_device(kvs_seq_id seq_id,
                                           const uint8_t *src,
                                           size_t size,
+                                          kvs_state_seq_flags flags,
+                                          struct kvs_device_state *state,
+                                          const struct kvs_tensor_access *access,
                                           struct kvs_state_reader **reader_out);
 
 // Bytes of the tensors planned so far, of a reader of kvs_state_reader_new_on_device; otherwise 0.

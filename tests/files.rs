@@ -353,3 +353,15 @@ fn a_process_killed_in_mid_save_leaves_a_whole_file() {
     }
     assert!(seen[0] > 0 && seen[1] > 0, "killed before it saved: {seen:?}");
 }
+
+#[test]
+fn an_unsynced_file_has_the_same_bytes_and_replaces_the_old_one_whole() {
+    let (dir, path, size) = saved();
+    let synced = fs::read(&path).unwrap();
+    fs::write(&path, b"an older and shorter file").unwrap();
+    let mut context = Context::new(ContextParams { sync_files: false, ..params() }).unwrap();
+    decode(&mut context, 5);
+    assert_eq!(context.state_seq_save_file(&path, 0, &[7, 8, 9, -1]).unwrap(), size);
+    assert_eq!(fs::read(&path).unwrap(), synced);
+    assert_eq!(names(dir.path()), ["slot.bin"]);
+}

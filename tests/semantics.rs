@@ -371,13 +371,23 @@ fn a_later_on_device_state_of_a_sequence_replaces_the_earlier_one() {
 }
 
 #[test]
+fn an_on_device_state_that_was_replaced_by_one_of_the_same_positions_is_never_mistaken_for_it() {
+    let mut context = full(64);
+    decode(&mut context, 0, 0..10);
+    let earlier = save(&mut context, 0, ON_DEVICE);
+    let later = save(&mut context, 0, ON_DEVICE);
+    assert_eq!(earlier.len(), later.len());
+    let error = fails(&mut context, |context| context.state_seq_set_data(&earlier, 1, ON_DEVICE));
+    assert_eq!(error.to_string(), "no device state of sequence 0: a later one has replaced it");
+    assert_eq!(context.state_seq_set_data(&later, 1, ON_DEVICE).unwrap(), later.len());
+}
+
+#[test]
 fn a_blob_of_other_flags_than_the_live_on_device_state_is_named() {
     let mut context = full(64);
     decode(&mut context, 0, 0..10);
-    let whole = save(&mut context, 0, ON_DEVICE);
-    // 8 bytes, with which every other blob of the sequence begins.
-    save(&mut context, 0, PARTIAL | ON_DEVICE);
-    let error = fails(&mut context, |context| context.state_seq_set_data(&whole, 1, ON_DEVICE));
+    let partial = save(&mut context, 0, PARTIAL | ON_DEVICE);
+    let error = fails(&mut context, |context| context.state_seq_set_data(&partial, 1, ON_DEVICE));
     assert_eq!(error.to_string(), "no device state of sequence 0: the live one was taken with other flags");
 }
 

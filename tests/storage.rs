@@ -627,3 +627,36 @@ fn planes_go_between_threads() {
     is_send_sync::<Plane>();
     is_send_sync::<Region<'_>>();
 }
+
+/// Beyond the size from which on bytes go past the cache: runs long and short, at every alignment.
+#[test]
+fn large_regions_are_copied_byte_for_byte_whatever_their_alignment() {
+    const KV_SIZE: u32 = 6000;
+    const ROW: usize = 1000;
+    for shift in [0, 1, 31, 63] {
+        let bytes: Vec<u8> = (0..KV_SIZE as usize * ROW + 64).map(|i| (i * 31 + i / 251) as u8).collect();
+        let mut memory = bytes.clone();
+        // SAFETY: the memory outlives the plane, has its span from `shift` on, and is not touched meanwhile.
+        let mut plane = unsafe {
+            Plane::adopt(memory.as_mut_ptr().add(shift), KV_SIZE, PlaneShape::dense_rows(ROW as u64))
+        }
+        .unwrap();
+        let runs = [Run { start: 1, len: 1 }, Run { start: 3, len: 2 }, Run { start: 17, len: 2900 }];
+        let row = |cell: u32| &bytes[shift + cell as usize * ROW..][..ROW];
+        let expected: Vec<u8> =
+            runs.iter().flat_map(|run| (run.start..run.start + run.len).flat_map(row)).copied().collect();
+
+        let mut out = vec![0; expected.len() + 3];
+        gather(&[(3, Region::new(&plane, &runs.into()).unwrap())], &mut out).unwrap();
+        assert!(out[3..] == expected, "gather at {shift}");
+        assert_eq!(out[..3], [0; 3]);
+
+        // Back to other cells: those are the rows that change, and no other byte.
+        let moves = [Move { src: 0, dst: 2999, len: 2903 }];
+        let n_src = 2903;
+        scatter(vec![Scatter { plane: &mut plane, moves: &moves, n_src, src: &expected }]).unwrap();
+        let mut after = bytes.clone();
+        after[shift + 2999 * ROW..][..expected.len()].copy_from_slice(&expected);
+        assert!(memory == after, "scatter at {shift}");
+    }
+}

@@ -8,9 +8,14 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include <dlfcn.h>
 
@@ -26,7 +31,7 @@ template <typename F> F * original(F *, const char * name) {
 }
 #define ORIGINAL(name) original(name, #name)
 
-constexpr uint32_t BLOB_MAGIC  = 0xaf143cd8; // of a sequence state in memory
+constexpr size_t BLOB_HEADER_SIZE = 8; // magic, seq_id
 constexpr llama_state_seq_flags KNOWN_FLAGS = LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
 
 // In place of a sequence: the state of the whole context.
@@ -44,13 +49,11 @@ template <typename F> size_t guarded(const char * call, F && body) {
     return 0;
 }
 
-// A sequence's state of seq_id -1 is of all sequences; no server makes one, and llama.cpp goes on doing it.
-constexpr llama_seq_id ALL_SEQUENCES = -1;
-
-void check_call(llama_seq_id seq_id, llama_state_seq_flags flags) {
-    if (seq_id < ALL_SEQUENCES || seq_id >= LLAMA_MAX_SEQ) {
+// A sequence of the context; llama.cpp would abort on some others, and take -1 for all of them.
+void check_call(llama_context & ctx, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    if (seq_id < 0 || (uint32_t) seq_id >= ctx.n_seq_max()) {
         throw std::runtime_error("seq_id " + std::to_string(seq_id) + " is out of range [0, " +
-                std::to_string(LLAMA_MAX_SEQ) + ")");
+                std::to_string(ctx.n_seq_max()) + ")");
     }
     if (flags & ~KNOWN_FLAGS) {
         throw std::runtime_error("unknown state flags " + std::to_string(flags) + " (known: " +
@@ -147,7 +150,9 @@ size_t save_file(llama_context & ctx, const char * filepath, llama_seq_id seq_id
     apply_pending(ctx);
     writer_io io(seq_id);
     collect(ctx, io, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
-    const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count);
+    // llama.cpp never syncs
+    const bool sync = !std::getenv("KVSTATE_UNSYNCED_FILES");
+    const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count, sync);
     check(n ? KVS_STATUS_OK : kvs_last_status());
     return n;
 }
@@ -177,37 +182,127 @@ size_t load_file(llama_context & ctx, const char * filepath, llama_seq_id dest_s
     return io.n_bytes();
 }
 
-// llama.cpp aborts, or throws out of a C call, where a state that it keeps on the device does not fit.
-void check_on_device(llama_context & ctx, const uint8_t * src, size_t & size, llama_seq_id seq_id,
-        llama_state_seq_flags flags) {
-    kvs_state_reader * reader = nullptr;
-    check(kvs_state_reader_new_on_device(seq_id, src, size, &reader));
-    reader_io io(reader);
+// States that stay behind. Those whose tensors the host can reach are kept here, by kvstate. Those of a device stay
+// on it, in llama.cpp's care, unless they are quantised: it keeps only a part of such tensors, and says nothing.
+namespace on_device {
 
-    llama_seq_id source;
-    std::memcpy(&source, src + sizeof(BLOB_MAGIC), sizeof(source));
-    const auto & states = ctx.*member(llama_context_mem_storage{});
-    const auto it = states.find(source);
-    if (it == states.end()) {
-        throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": none was taken");
+// The live state of a sequence.
+struct kept_state {
+    struct free_state {
+        void operator()(kvs_device_state * state) const { kvs_device_state_free(state); }
+    };
+    // NULL: llama.cpp has it
+    std::unique_ptr<kvs_device_state, free_state> state;
+    // the seq_id field of its blob
+    int32_t field = 0;
+};
+
+std::mutex mutex;
+std::map<const llama_context *, std::map<llama_seq_id, kept_state>> states;
+
+void forget(const llama_context * ctx) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    states.erase(ctx);
+}
+
+// Tells the states of a sequence apart, in the bits that no sequence needs, as kvstate does.
+int32_t next_field(llama_seq_id seq_id) {
+    static std::atomic<uint32_t> next{ 1 };
+    return int32_t(next++ * LLAMA_MAX_SEQ + seq_id);
+}
+
+size_t get_data(llama_context & ctx, uint8_t * dst, size_t size, llama_seq_id seq_id, llama_state_seq_flags flags) {
+    apply_pending(ctx);
+    writer_io io(seq_id);
+    collect(ctx, io, seq_id, flags);
+    const size_t need = kvs_state_writer_metadata_size(io.writer);
+    if (need > size) {
+        // noticed before the state that is kept is replaced
+        throw std::runtime_error("buffer too small: the state has " + std::to_string(need) + " bytes, the buffer " +
+                std::to_string(size));
     }
+    kept_state kept;
+    size_t n = 0;
+    if (io.stays_on_device) {
+        n = ORIGINAL(llama_state_seq_get_data_ext)(&ctx, dst, size, seq_id, flags);
+        if (n == 0) {
+            return 0;
+        }
+        kept.field = next_field(seq_id);
+        std::memcpy(dst + sizeof(uint32_t), &kept.field, sizeof(kept.field));
+    } else {
+        kvs_device_state * state = nullptr;
+        n = kvs_state_writer_get_on_device(io.writer, dst, need, flags, &state);
+        check(n ? KVS_STATUS_OK : kvs_last_status());
+        kept.state.reset(state);
+        std::memcpy(&kept.field, dst + sizeof(uint32_t), sizeof(kept.field));
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    states[&ctx][seq_id] = std::move(kept);
+    return n;
+}
+
+// llama.cpp aborts, or throws out of a C call, where a state that it keeps does not fit. blob: with its own header.
+size_t set_original_data(llama_context & ctx, const std::vector<uint8_t> & blob, llama_seq_id seq_id,
+        llama_seq_id source, llama_state_seq_flags flags) {
     uint64_t n_kept = 0;
-    for (const auto & [_, buffer] : it->second) {
+    for (const auto & [_, buffer] : (ctx.*member(llama_context_mem_storage{}))[source]) {
         n_kept += buffer.total_size;
     }
-
+    size_t size = blob.size();
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_new_on_device(seq_id, blob.data(), size, flags, nullptr, &backend_access(), &reader));
+    reader_io io(reader);
     llama_memory_t memory = ctx.get_memory();
-    if (!memory || !plan_restore(*memory, io, seq_id, flags)) {
-        return;
+    if (memory && plan_restore(*memory, io, seq_id, flags)) {
+        // without tensors llama.cpp leaves what it had, and looks at none of it
+        const uint64_t n_planned = kvs_state_reader_tensor_bytes(reader);
+        if (n_planned != 0 && n_planned != n_kept) {
+            throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": the blob has " +
+                    std::to_string(n_planned) + " bytes of tensors, the live one " + std::to_string(n_kept));
+        }
+        // bytes behind the state are ignored
+        size = kvs_state_reader_offset(reader);
     }
-    const uint64_t n_planned = kvs_state_reader_tensor_bytes(reader);
-    if (n_planned != n_kept) {
-        throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": the blob has " +
-                std::to_string(n_planned) + " bytes of tensors, the live one " + std::to_string(n_kept));
-    }
-    // bytes behind the state are ignored
-    size = kvs_state_reader_offset(reader);
+    apply_pending(ctx);
+    return ORIGINAL(llama_state_seq_set_data_ext)(&ctx, blob.data(), size, seq_id, flags);
 }
+
+size_t set_data(llama_context & ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
+        llama_state_seq_flags flags) {
+    if (size < BLOB_HEADER_SIZE) {
+        throw std::runtime_error("truncated state: a header has " + std::to_string(BLOB_HEADER_SIZE) + " bytes, " +
+                std::to_string(size) + " are left");
+    }
+    int32_t field;
+    std::memcpy(&field, src + sizeof(uint32_t), sizeof(field));
+    const llama_seq_id source = field & (LLAMA_MAX_SEQ - 1);
+    kvs_device_state * state = nullptr;
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        const auto of_ctx = states.find(&ctx);
+        const bool taken = of_ctx != states.end() && of_ctx->second.count(source);
+        if (!taken || of_ctx->second.at(source).field != field) {
+            throw std::runtime_error("no device state of sequence " + std::to_string(source) + ": " +
+                    (taken ? "a later one has replaced it" : "none was taken"));
+        }
+        state = of_ctx->second.at(source).state.get();
+    }
+    if (!state) {
+        std::vector<uint8_t> blob(src, src + size);
+        std::memcpy(blob.data() + sizeof(uint32_t), &source, sizeof(source));
+        return set_original_data(ctx, blob, seq_id, source, flags);
+    }
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_new_on_device(seq_id, src, size, flags, state, &backend_access(), &reader));
+    reader_io io(reader);
+    if (!restore(ctx, io, seq_id, flags)) {
+        throw std::runtime_error("this memory is of a kind that the adapter does not know");
+    }
+    return io.n_bytes();
+}
+
+} // namespace on_device
 
 } // namespace
 
@@ -255,47 +350,31 @@ bool llama_state_save_file(llama_context * ctx, const char * path_session, const
 }
 
 size_t llama_state_seq_get_size_ext(llama_context * ctx, llama_seq_id seq_id, llama_state_seq_flags flags) {
-    return guarded(__func__, [&]() -> size_t {
-        check_call(seq_id, flags);
-        if (seq_id == ALL_SEQUENCES || flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
-            return ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
-        }
+    return guarded(__func__, [&] {
+        check_call(*ctx, seq_id, flags);
         writer_io io(seq_id);
         collect(*ctx, io, seq_id, flags);
-        return io.n_bytes();
+        return flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE ? kvs_state_writer_metadata_size(io.writer) : io.n_bytes();
     });
 }
 
 size_t llama_state_seq_get_data_ext(llama_context * ctx, uint8_t * dst, size_t size, llama_seq_id seq_id,
         llama_state_seq_flags flags) {
-    return guarded(__func__, [&]() -> size_t {
-        check_call(seq_id, flags);
-        if (seq_id != ALL_SEQUENCES && !(flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE)) {
-            return get_data(*ctx, dst, size, seq_id, flags);
-        }
-        apply_pending(*ctx);
-        // a buffer that is too small is noticed before the state that is kept is replaced
-        const size_t need = ORIGINAL(llama_state_seq_get_size_ext)(ctx, seq_id, flags);
-        if (need == 0 || need > size) {
-            throw std::runtime_error("buffer too small: the state has " + std::to_string(need) +
-                    " bytes, the buffer " + std::to_string(size));
-        }
-        return ORIGINAL(llama_state_seq_get_data_ext)(ctx, dst, size, seq_id, flags);
+    return guarded(__func__, [&] {
+        check_call(*ctx, seq_id, flags);
+        return flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE ?
+            on_device::get_data(*ctx, dst, size, seq_id, flags) :
+            get_data(*ctx, dst, size, seq_id, flags);
     });
 }
 
 size_t llama_state_seq_set_data_ext(llama_context * ctx, const uint8_t * src, size_t size, llama_seq_id seq_id,
         llama_state_seq_flags flags) {
     return guarded(__func__, [&]() -> size_t {
-        check_call(seq_id, flags);
-        if (seq_id == ALL_SEQUENCES) {
-            return ORIGINAL(llama_state_seq_set_data_ext)(ctx, src, size, seq_id, flags);
-        }
+        check_call(*ctx, seq_id, flags);
         ctx->synchronize();
         if (flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE) {
-            check_on_device(*ctx, src, size, seq_id, flags);
-            apply_pending(*ctx);
-            return ORIGINAL(llama_state_seq_set_data_ext)(ctx, src, size, seq_id, flags);
+            return on_device::set_data(*ctx, src, size, seq_id, flags);
         }
         kvs_state_reader * reader = nullptr;
         check(kvs_state_reader_new(seq_id, src, size, &backend_access(), &reader));
@@ -307,22 +386,26 @@ size_t llama_state_seq_set_data_ext(llama_context * ctx, const uint8_t * src, si
     });
 }
 
+// Its ON_DEVICE states go with it.
+void llama_free(llama_context * ctx) {
+    on_device::forget(ctx);
+    ORIGINAL(llama_free)(ctx);
+}
+
 size_t llama_state_seq_save_file(llama_context * ctx, const char * filepath, llama_seq_id seq_id,
         const llama_token * tokens, size_t n_token_count) {
     return guarded(__func__, [&] {
-        check_call(seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
-        return seq_id == ALL_SEQUENCES ?
-            ORIGINAL(llama_state_seq_save_file)(ctx, filepath, seq_id, tokens, n_token_count) :
-            save_file(*ctx, filepath, seq_id, tokens, n_token_count);
+        check_call(*ctx, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
+        return save_file(*ctx, filepath, seq_id, tokens, n_token_count);
     });
 }
 
 size_t llama_state_seq_load_file(llama_context * ctx, const char * filepath, llama_seq_id dest_seq_id,
         llama_token * tokens_out, size_t n_token_capacity, size_t * n_token_count_out) {
     return guarded(__func__, [&]() -> size_t {
-        check_call(dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
+        check_call(*ctx, dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
         // without tokens_out it only asks how many there are
-        const size_t n = tokens_out && dest_seq_id != ALL_SEQUENCES ?
+        const size_t n = tokens_out ?
             load_file(*ctx, filepath, dest_seq_id, tokens_out, n_token_capacity, n_token_count_out) : 0;
         return n ? n : ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out,
                 n_token_capacity, n_token_count_out);

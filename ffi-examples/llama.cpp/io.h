@@ -32,11 +32,19 @@ public:
 
     void write(const void * src, size_t size) override { check(kvs_state_writer_write(writer, src, size)); }
     void write_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
+        note(tensor);
         check(kvs_state_writer_write_tensor(writer, tensor, host_data(tensor), offset, size));
     }
     size_t n_bytes() override { return kvs_state_writer_size(writer); }
 
+    // Looks at a tensor of the state.
+    void note(const ggml_tensor * tensor) {
+        stays_on_device = stays_on_device && !host_data(tensor) && !ggml_is_quantized(tensor->type);
+    }
+
     kvs_state_writer * writer = nullptr;
+    // All of its tensors are in the memory of devices, and none is quantised.
+    bool stays_on_device = true;
 };
 
 // Gives a state, first to be planned and then to be read. llama_kv_cache::state_read_sinfo knows it.

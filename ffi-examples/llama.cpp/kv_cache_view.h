@@ -12,6 +12,16 @@ public:
     kv_cache_view(const kv_cache_view &) = delete;
     kv_cache_view & operator=(const kv_cache_view &) = delete;
 
+    template <typename F> void each_tensor(F && call) const {
+        for (const auto * planes : { &k, &v }) {
+            for (const kvs_plane & plane : *planes) {
+                if (plane.tensor) {
+                    call(static_cast<const ggml_tensor *>(plane.tensor));
+                }
+            }
+        }
+    }
+
     kvs_kv_view view;
     carried_exception carried;
 

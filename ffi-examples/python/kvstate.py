@@ -94,6 +94,8 @@ class _ContextParams(C.Structure):
         ("shift_user_data", C.c_void_p),
         ("shift_by_engine", C.c_uint32),
         ("max_masked_cells", C.c_uint32),
+        ("unsynced_files", C.c_uint32),
+        ("reserved", C.c_uint32),
     ]
 
 

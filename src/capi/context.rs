@@ -172,6 +172,11 @@ pub struct kvs_context_params {
     /// Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
     /// UINT32_MAX (by default): all, so that the restored sequence can be cut to any prefix.
     pub max_masked_cells: u32,
+    /// 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
+    /// crash of the process all the same; after one of the machine it may be damaged. By default 0.
+    pub unsynced_files: u32,
+    /// 0.
+    pub reserved: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers and raw pointers only.
@@ -248,6 +253,8 @@ unsafe impl Params for kvs_context_params {
             shift_user_data: ptr::null_mut(),
             shift_by_engine: 0,
             max_masked_cells: u32::MAX,
+            unsynced_files: 0,
+            reserved: 0,
         }
     }
 }
@@ -385,6 +392,9 @@ fn legacy_rotation(value: u32) -> Result<Option<LegacyRotation>> {
 
 unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
     let unified = flag("unified", params.unified)?;
+    if params.reserved != 0 {
+        return Err(Error::arg("reserved", format!("{}, it is 0", params.reserved)));
+    }
     let n_stream = Streams::new(params.n_seq_max, unified)?.n_stream;
     // SAFETY: the header demands an array of n_section structs.
     let sections = unsafe { params::read_array("sections", params.sections, params.n_section as usize) }?;
@@ -409,6 +419,7 @@ unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
         shift: shift(params)?,
         legacy_rotation: legacy_rotation(params.legacy_rotation)?,
         max_masked_cells: (params.max_masked_cells != u32::MAX).then_some(params.max_masked_cells),
+        sync_files: !flag("unsynced_files", params.unsynced_files)?,
     })
 }
 

@@ -16,7 +16,9 @@ use crate::error::{Error, Result};
 use crate::format::FileKind;
 use crate::memory::KvView;
 use crate::session::{StateFile, StateReader, StateWriter};
+use crate::state::DeviceState;
 use crate::storage::Plane;
+use crate::types::StateFlags;
 
 /// A state on its way out. Sections are named one after another, in write order; nothing of a tensor is copied
 /// before kvs_state_writer_get_data or kvs_state_writer_save_file, which copy all of them in one batch.
@@ -51,6 +53,16 @@ pub struct kvs_state_reader {
 impl Tagged for kvs_state_reader {
     const LIVE: u64 = 0x6b76_735f_7264_7231;
     const NAME: &'static str = "reader";
+}
+
+/// The tensors of a sequence's ON_DEVICE state.
+pub struct kvs_device_state {
+    state: DeviceState,
+}
+
+impl Tagged for kvs_device_state {
+    const LIVE: u64 = 0x6b76_735f_6465_7631;
+    const NAME: &'static str = "state";
 }
 
 /// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors that are in no host
@@ -164,20 +176,59 @@ pub unsafe extern "C" fn kvs_state_writer_get_data(
     })
 }
 
+/// Bytes that kvs_state_writer_get_on_device writes. 0: failed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_writer_metadata_size(writer: *mut kvs_state_writer) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe { with_tagged(writer, |w| size_of_state(w.writer.metadata_size()?)) })
+}
+
+/// Writes a sequence's metadata to dst, as a state with KVS_STATE_SEQ_FLAGS_ON_DEVICE; returns the bytes written. The
+/// tensors are in *state_out, which the caller frees. The seq_id field of the header holds more than the sequence:
+/// it tells states apart. flags: those that the sections were written with. 0: failed, nothing is written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_writer_get_on_device(
+    writer: *mut kvs_state_writer,
+    dst: *mut u8,
+    size: usize,
+    flags: kvs_state_seq_flags,
+    state_out: *mut *mut kvs_device_state,
+) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let flags = flags_of(flags)?;
+        let dst = array_mut("dst", dst, size)?;
+        let out = out("state_out", state_out)?;
+        let (len, state) =
+            with_tagged(writer, |w| w.writer.get_on_device(dst, flags | StateFlags::ON_DEVICE))?;
+        *out = into_tagged(kvs_device_state { state });
+        Ok(len)
+    })
+}
+
+/// Frees what kvs_state_writer_get_on_device gave; NULL is fine.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_device_state_free(state: *mut kvs_device_state) {
+    // SAFETY: the contract of all calls.
+    value_or((), || unsafe { free_tagged(state) });
+}
+
 /// Writes the state and a token list to a file, as kvs_state_seq_save_file does, or kvs_state_save_file for a whole
-/// context; returns the size of the file. 0: failed, a file that was there is untouched.
+/// context; returns the size of the file. sync: wait for the disk before the file is renamed into place. 0: failed, a
+/// file that was there is untouched.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_writer_save_file(
     writer: *mut kvs_state_writer,
     filepath: *const c_char,
     tokens: *const kvs_token,
     n_token_count: usize,
+    sync: bool,
 ) -> usize {
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
         let path = path("filepath", filepath)?;
         let tokens = array("tokens", tokens, n_token_count)?;
-        with_tagged(writer, |w| size_of_state(w.writer.save_file(path, tokens)?))
+        with_tagged(writer, |w| size_of_state(w.writer.save_file(path, tokens, sync)?))
     })
 }
 
@@ -230,25 +281,38 @@ pub unsafe extern "C" fn kvs_state_reader_open_file(
     })
 }
 
-/// Begins to plan a sequence's ON_DEVICE state, whose tensors the caller keeps: src has its metadata alone. It can
-/// be planned, which drops no cell, and kvs_state_reader_tensor_bytes says how many bytes its tensors have; it
-/// cannot be read.
+/// Begins to read a sequence's ON_DEVICE state, whose metadata is src. flags as they were, with
+/// KVS_STATE_SEQ_FLAGS_ON_DEVICE or without. state: what kvs_state_writer_get_on_device gave for it, which must
+/// outlive the reader; refused if it is another blob's.
+///
+/// state NULL: the caller keeps the tensors itself. The state can be planned then, which drops no cell, and
+/// kvs_state_reader_tensor_bytes says how many bytes its tensors have; it cannot be read.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_new_on_device(
     seq_id: kvs_seq_id,
     src: *const u8,
     size: usize,
+    flags: kvs_state_seq_flags,
+    state: *mut kvs_device_state,
+    access: *const kvs_tensor_access,
     reader_out: *mut *mut kvs_state_reader,
 ) -> kvs_status {
-    // SAFETY: the contract of all calls; the header demands that src stays until the reader is freed.
+    // SAFETY: the contract of all calls; the header demands that src and state stay until the reader is freed.
     status_of(|| unsafe {
         let out = out("reader_out", reader_out)?;
         let n_seq_max = crate::types::MAX_SEQ;
         if crate::types::Seq::new(seq_id, n_seq_max).is_none() {
             return Err(Error::SeqId { seq_id, n_seq_max });
         }
+        let flags = flags_of(flags)?;
         let src: &'static [u8] = array("src", src, size)?;
-        let (reader, file, access) = (StateReader::of_device(src)?, None, None);
+        let reader = if state.is_null() {
+            StateReader::of_metadata(src)?
+        } else {
+            let kept: &'static DeviceState = with_tagged(state, |s| Ok(&*(&raw const s.state)))?;
+            StateReader::of_device(src, flags | StateFlags::ON_DEVICE, kept)?
+        };
+        let (file, access) = (None, access_of(access)?);
         *out = into_tagged(kvs_state_reader { reader, file, seq_id, access });
         Ok(())
     })

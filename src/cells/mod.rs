@@ -13,8 +13,6 @@ mod slot;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
-
 pub use self::seq_set::SeqSet;
 pub use self::slot::{Placement, Shortage};
 
@@ -52,7 +50,9 @@ pub struct Cells {
     index: Vec<PosIndex>,
     /// `pos` less the position that the cell's K is rotated for, where that is not 0.
     /// Both are in `0..=Pos::MAX`, so the difference fits.
-    shift: BTreeMap<u32, Pos>,
+    shift: Vec<Pos>,
+    /// The cells whose shift is not 0.
+    shifted: CellSet,
     /// Where the next search for free cells starts, at most the size.
     head: u32,
     has_ext: bool,
@@ -72,7 +72,8 @@ impl Cells {
             ext: filled(if has_ext { n } else { 0 }, CellExt::default())?,
             used: CellSet::new(kv_size),
             index: vec![PosIndex::default(); n_seq_max as usize],
-            shift: BTreeMap::new(),
+            shift: zeroed(n)?,
+            shifted: CellSet::new(kv_size),
             head: 0,
             has_ext,
         })
@@ -152,7 +153,7 @@ impl Cells {
     /// By how much the K of `cell` is still to be rotated.
     #[must_use]
     pub fn shift(&self, cell: u32) -> Pos {
-        self.shift.get(&cell).copied().unwrap_or(0)
+        self.shift[cell as usize]
     }
 
     /// The used cells, ascending.
@@ -211,10 +212,14 @@ impl Cells {
 
     /// Adds `dst` to the cells of `src` in `range`.
     pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange) {
-        let mut entries = self.seq_cells(src, range).to_vec();
-        entries.retain(|&(_, cell)| !self.seqs[cell as usize].contains(dst));
-        for &(_, cell) in &entries {
-            self.seqs[cell as usize].insert(dst);
+        let listed = self.index[src.index()].range(range);
+        let mut entries = Vec::with_capacity(listed.len());
+        for &(pos, cell) in listed {
+            let seqs = &mut self.seqs[cell as usize];
+            if !seqs.contains(dst) {
+                seqs.insert(dst);
+                entries.push((pos, cell));
+            }
         }
         self.index[dst.index()].insert_all(&entries);
     }
@@ -268,17 +273,18 @@ impl Cells {
     /// Whether some cell's K is still to be rotated.
     #[must_use]
     pub fn has_shift(&self) -> bool {
-        !self.shift.is_empty()
+        self.shifted.len() != 0
     }
 
     /// The cells whose K is still to be rotated and by how much (never 0), ascending by cell.
     pub fn shifted(&self) -> impl Iterator<Item = (u32, Pos)> {
-        self.shift.iter().map(|(&cell, &shift)| (cell, shift))
+        self.shifted.iter().map(|cell| (cell, self.shift[cell as usize]))
     }
 
     /// Every K is rotated for the position of its cell.
     pub fn shift_done(&mut self) {
-        self.shift.clear();
+        let shifted = std::mem::replace(&mut self.shifted, CellSet::new(self.size));
+        shifted.iter().for_each(|cell| self.shift[cell as usize] = 0);
     }
 
     /// Makes this stream a copy of sequence `src` of `other`, as sequence `dst`, in the same cells.
@@ -290,9 +296,7 @@ impl Cells {
         for &(pos, cell) in other.seq_cells(src, PosRange::ALL) {
             let ext = other.ext.get(cell as usize).copied().unwrap_or_default();
             self.fill(cell, &CellMeta { pos, ext, seqs: SeqSet::of(dst) });
-            if let Some(&shift) = other.shift.get(&cell) {
-                self.shift.insert(cell, shift);
-            }
+            self.set_shift(cell, other.shift(cell));
         }
         self.index[dst.index()] = other.index[src.index()].clone();
         self.head = other.head;
@@ -318,13 +322,22 @@ impl Cells {
                 continue;
             }
             self.pos[cell as usize] = new;
-            match self.shift(cell) + (new - old) {
-                0 => self.shift.remove(&cell),
-                shift => self.shift.insert(cell, shift),
-            };
+            self.set_shift(cell, self.shift(cell) + (new - old));
         }
         self.list(&cells);
         first_freed
+    }
+
+    /// Cells that are not shifted, mostly all of them, are not touched.
+    fn set_shift(&mut self, cell: u32, shift: Pos) {
+        if shift != 0 {
+            self.shifted.insert(cell);
+        } else if self.shifted.contains(cell) {
+            self.shifted.remove(cell);
+        } else {
+            return;
+        }
+        self.shift[cell as usize] = shift;
     }
 
     /// Sets an empty cell, which is still to be listed.
@@ -342,7 +355,7 @@ impl Cells {
     fn free(&mut self, cell: u32) {
         self.seqs[cell as usize] = SeqSet::EMPTY;
         self.used.remove(cell);
-        self.shift.remove(&cell);
+        self.set_shift(cell, 0);
         self.head = self.head.min(cell);
     }
 
@@ -361,17 +374,25 @@ impl Cells {
     }
 
     /// The index entries of `cells`, sorted.
-    fn by_seq(&self, cells: &[u32]) -> BTreeMap<Seq, Vec<(Pos, u32)>> {
-        let mut entries = BTreeMap::<Seq, Vec<(Pos, u32)>>::new();
+    fn by_seq(&self, cells: &[u32]) -> Vec<(Seq, Vec<(Pos, u32)>)> {
+        let mut lists = Vec::<(Seq, Vec<(Pos, u32)>)>::new();
+        // Where a sequence's list is; cells of one sequence mostly come one after another.
+        let mut at = 0;
         for &cell in cells {
             for seq in self.seqs[cell as usize].iter() {
-                entries.entry(seq).or_default().push((self.pos[cell as usize], cell));
+                if lists.get(at).is_none_or(|(listed, _)| *listed != seq) {
+                    at = lists.iter().position(|(listed, _)| *listed == seq).unwrap_or_else(|| {
+                        lists.push((seq, Vec::with_capacity(cells.len())));
+                        lists.len() - 1
+                    });
+                }
+                lists[at].1.push((self.pos[cell as usize], cell));
             }
         }
-        for list in entries.values_mut() {
+        for (_, list) in &mut lists {
             list.sort_unstable();
         }
-        entries
+        lists
     }
 }
 

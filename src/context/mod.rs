@@ -13,7 +13,7 @@ use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
     KvCache, LegacyRotation, Memory, ReadParams, Scope, SectionParams, Streams, WriteParams,
 };
-use crate::state::{CountSink, DeviceSink, Sink, SliceSink, Source, Tensors};
+use crate::state::{CountSink, DeviceSink, DeviceState, Sink, SliceSink, Source};
 use crate::types::{Pos, PosRange, Seq, SeqId, StateFlags};
 
 /// What a context is made of.
@@ -34,6 +34,8 @@ pub struct ContextParams {
     /// Most masked cells beyond the window that a sequence state without `PARTIAL_ONLY` keeps of an SWA
     /// section. `None`: all, so that the restored sequence can be cut to any prefix.
     pub max_masked_cells: Option<u32>,
+    /// Whether a save waits for the disk before the file is renamed into place.
+    pub sync_files: bool,
 }
 
 impl ContextParams {
@@ -48,6 +50,7 @@ impl ContextParams {
             shift: Shift::None,
             legacy_rotation: None,
             max_masked_cells: None,
+            sync_files: true,
         }
     }
 }
@@ -91,16 +94,6 @@ impl std::fmt::Debug for Shift {
     }
 }
 
-/// An `ON_DEVICE` state: the one live state of its source sequence.
-#[derive(Debug)]
-struct DeviceState {
-    /// The blob that was given out: another blob is another state.
-    metadata: Vec<u8>,
-    tensors: Vec<u8>,
-    /// The blob of a partial state may be the beginning of another state's.
-    flags: StateFlags,
-}
-
 /// KV cache and states of a model's sequences. One call at a time; may move between threads.
 #[derive(Debug)]
 pub struct Context {
@@ -111,6 +104,8 @@ pub struct Context {
     shift: Shift,
     legacy_rotation: Option<LegacyRotation>,
     max_masked_cells: Option<u32>,
+    pub(crate) sync_files: bool,
+    /// The one live `ON_DEVICE` state of each sequence.
     device_states: HashMap<SeqId, DeviceState>,
     /// Counts changes of cells, so that a slot knows whether it was prepared for the cache as it is.
     generation: u64,
@@ -131,6 +126,7 @@ impl Context {
             shift: params.shift,
             legacy_rotation: params.legacy_rotation,
             max_masked_cells: params.max_masked_cells,
+            sync_files: params.sync_files,
             device_states: HashMap::new(),
             generation: 0,
         })
@@ -367,17 +363,16 @@ impl Context {
         let need = self.state_seq_get_size(seq_id, flags)?;
         let dst = fitting(dst, need)?;
         self.apply_shifts(params)?;
-        let header = format::seq_blob_header(seq_id);
         if flags.contains(StateFlags::ON_DEVICE) {
             let mut sink = DeviceSink::new(dst);
-            sink.write(&header)?;
+            sink.write(&DeviceState::header(seq_id))?;
             self.memory.state_write(&mut sink, params)?;
             let (len, tensors) = sink.finish()?;
-            self.device_states.insert(seq_id, DeviceState { metadata: dst.to_vec(), tensors, flags });
+            self.device_states.insert(seq_id, DeviceState::new(dst.to_vec(), tensors, flags));
             Ok(len)
         } else {
             let mut sink = SliceSink::new(dst);
-            sink.write(&header)?;
+            sink.write(&format::seq_blob_header(seq_id))?;
             self.memory.state_write(&mut sink, params)?;
             sink.finish()
         }
@@ -391,22 +386,15 @@ impl Context {
     /// [`Error::NoDeviceState`]; the context is unchanged then, byte for byte.
     pub fn state_seq_set_data(&mut self, src: &[u8], dest: SeqId, flags: StateFlags) -> Result<usize> {
         let scope = Scope::Seq(self.seq(dest)?);
-        let mut metadata = Cursor::new(src);
-        let source_id = format::read_seq_blob_header(&mut metadata)?;
-        let mut source = Source::blob(metadata);
-        if flags.contains(StateFlags::ON_DEVICE) {
-            let gone = |reason| Error::NoDeviceState { seq_id: source_id, reason };
-            let state = self.device_states.get(&source_id).ok_or_else(|| gone("none was taken"))?;
-            if flags != state.flags {
-                return Err(gone("the live one was taken with other flags"));
-            }
-            if !src.starts_with(&state.metadata) {
-                return Err(gone("a later one has replaced it"));
-            }
-            source.metadata = Cursor::new(&state.metadata);
-            source.metadata.bytes("header", SEQ_BLOB_HEADER_LEN)?;
-            source.tensors = Tensors::Beside(Cursor::new(&state.tensors));
-        }
+        let source = if flags.contains(StateFlags::ON_DEVICE) {
+            let seq_id = DeviceState::seq_id_of(src)?;
+            let none = Error::NoDeviceState { seq_id, reason: "none was taken" };
+            self.device_states.get(&seq_id).ok_or(none)?.source(src, flags)?
+        } else {
+            let mut metadata = Cursor::new(src);
+            format::read_seq_blob_header(&mut metadata)?;
+            Source::blob(metadata)
+        };
         let plan = self.memory.state_plan(&source, flags, self.read_params(scope))?;
         if plan.n_legacy_skipped > 0 {
             log::info!(

@@ -10,9 +10,13 @@ use super::replace::Replacement;
 use super::view::FileView;
 use super::with_path;
 use crate::error::{Error, Result};
-use crate::format::{self, Cursor, FileHeader, FileKind, StateVersion, token_bytes, tokens_of};
+use crate::format::{
+    self, Cursor, FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, StateVersion, token_bytes, tokens_of,
+};
 use crate::memory::{Geometry, KvPlan, KvView, SlotInfos};
-use crate::state::{FileSink, Input, RecordSink, Sink, SliceSink, Source, Tensors};
+use crate::state::{
+    CountSink, DeviceSink, DeviceState, FileSink, Input, RecordSink, Sink, SliceSink, Source, Tensors,
+};
 use crate::storage::{self, Plane, Region, Scatter};
 use crate::types::{Move, Run, SeqId, StateFlags, Token};
 
@@ -76,11 +80,42 @@ impl<'a> StateWriter<'a> {
         sink.finish()
     }
 
-    /// Writes the state and a token list to a file, beside it, then renamed over it; returns the file's size.
+    /// Bytes that [`StateWriter::get_on_device`] writes.
+    ///
+    /// # Errors
+    /// None at present.
+    pub fn metadata_size(&self) -> Result<u64> {
+        let mut sink = CountSink::default();
+        self.record.replay(&mut sink)?;
+        Ok(sink.metadata + SEQ_BLOB_HEADER_LEN)
+    }
+
+    /// Writes a sequence's metadata to the start of `dst`, as a state with [`StateFlags::ON_DEVICE`]; the tensors
+    /// are in what it returns beside the bytes written.
+    ///
+    /// # Errors
+    /// As [`StateWriter::get_data`], and [`Error::InvalidArgument`] for a whole context.
+    pub fn get_on_device(&self, dst: &mut [u8], flags: StateFlags) -> Result<(usize, DeviceState)> {
+        if self.seq_id == -1 {
+            return Err(Error::arg("seq_id", "-1, a whole context has no ON_DEVICE state"));
+        }
+        let (need, size) = (self.metadata_size()?, dst.len() as u64);
+        if need > size {
+            return Err(Error::BufferTooSmall { need, size });
+        }
+        let mut sink = DeviceSink::new(dst);
+        sink.write(&DeviceState::header(self.seq_id))?;
+        self.record.replay(&mut sink)?;
+        let (len, tensors) = sink.finish()?;
+        Ok((len, DeviceState::new(dst[..len].to_vec(), tensors, flags)))
+    }
+
+    /// Writes the state and a token list to a file, beside it, then renamed over it; returns the file's size. With
+    /// `sync` it waits for the disk before.
     ///
     /// # Errors
     /// [`Error::Io`], and what the owner of a tensor returns; a file that was there is untouched then.
-    pub fn save_file(&self, path: impl AsRef<Path>, tokens: &[Token]) -> Result<u64> {
+    pub fn save_file(&self, path: impl AsRef<Path>, tokens: &[Token], sync: bool) -> Result<u64> {
         let path = path.as_ref();
         let n_tokens = u32::try_from(tokens.len())
             .map_err(|_| Error::arg("n_token_count", format!("{} does not fit 32 bits", tokens.len())))?;
@@ -93,7 +128,7 @@ impl<'a> StateWriter<'a> {
             .and_then(|()| self.record.replay(&mut sink))
             .and_then(|()| sink.finish());
         let (_, len) = written.map_err(|error| with_path(error, path))?;
-        file.commit()?;
+        file.commit(sync)?;
         Ok(len)
     }
 
@@ -146,8 +181,10 @@ impl StateFile {
 /// A step of a restore that was planned.
 #[derive(Debug)]
 struct Planned<'a> {
-    /// Offset behind the section.
-    end: usize,
+    /// Offset of the section.
+    start: usize,
+    /// What comes behind it.
+    end: Source<'a>,
     geometry: Geometry,
     slots: SlotInfos,
     /// `None`: nothing of the section is restored.
@@ -187,12 +224,20 @@ impl<'a> StateReader<'a> {
         Ok(Self::of_source(Source::blob(metadata)))
     }
 
+    /// Reads a sequence's `ON_DEVICE` state, whose metadata is `blob`.
+    ///
+    /// # Errors
+    /// [`Error::NoDeviceState`] if `state` is another blob's, or was taken with other flags.
+    pub fn of_device(blob: &[u8], flags: StateFlags, state: &'a DeviceState) -> Result<Self> {
+        state.source(blob, flags).map(Self::of_source)
+    }
+
     /// Reads the metadata of a sequence's `ON_DEVICE` state, whose tensors somebody else keeps: it can be planned,
     /// not read.
     ///
     /// # Errors
     /// As [`StateReader::of_seq`].
-    pub fn of_device(metadata: &'a [u8]) -> Result<Self> {
+    pub fn of_metadata(metadata: &'a [u8]) -> Result<Self> {
         let Self { source, .. } = Self::of_seq(metadata)?;
         Ok(Self::of_source(Source { tensors: Tensors::Elsewhere(0), ..source }))
     }
@@ -295,9 +340,9 @@ impl<'a> StateReader<'a> {
         let scope = view.scope(seq_id)?;
         let mut source = self.source.clone();
         let (plan, slots) = view.state_plan(&mut source, scope, flags, sinfos_in, self.legacy_partial)?;
-        self.source = source;
-        let (end, geometry) = (self.offset(), view.geometry().clone());
-        self.planned.push_back(Planned { end, geometry, slots: slots.clone(), plan });
+        let start = std::mem::replace(&mut self.source, source).metadata.offset();
+        let (end, geometry) = (self.source.clone(), view.geometry().clone());
+        self.planned.push_back(Planned { start, end, geometry, slots: slots.clone(), plan });
         Ok(slots)
     }
 
@@ -310,13 +355,13 @@ impl<'a> StateReader<'a> {
     pub fn read_kv_cache(&mut self, mut view: KvView) -> Result<SlotInfos> {
         self.check_tensors_are_here()?;
         let offset = self.offset();
-        let is_next = |next: &Planned<'_>| next.geometry == *view.geometry() && next.end >= offset;
+        let is_next = |next: &Planned<'_>| next.start == offset && next.geometry == *view.geometry();
         let next = if self.planned.front().is_some_and(is_next) { self.planned.pop_front() } else { None };
         let Planned { end, plan, slots, .. } = next.ok_or_else(|| {
             let name = &view.geometry().name;
             Error::arg("view", format!("section {name} is not the next that was planned"))
         })?;
-        self.source.metadata.bytes("section", (end - offset) as u64)?;
+        self.source = end;
         if let Some(plan) = plan {
             view.commit_cells(&plan)?;
             self.pending.push(Pending::Kv(Box::new(view), plan));

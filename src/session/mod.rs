@@ -86,7 +86,7 @@ impl Context {
             .and_then(|()| self.write_file_state(&mut sink, seq))
             .and_then(|()| sink.finish());
         let (_, len) = written.map_err(|error| with_path(error, path))?;
-        file.commit()?;
+        file.commit(self.sync_files)?;
         Ok(len)
     }
 

@@ -36,11 +36,16 @@ impl Replacement {
         self.file.as_file_mut()
     }
 
-    /// Syncs the data, renames the file into place, syncs the directory.
-    pub fn commit(self) -> Result<()> {
+    /// Syncs the data, renames the file into place, syncs the directory; without `sync` only renames.
+    pub fn commit(self, sync: bool) -> Result<()> {
         let Self { file, path } = self;
-        file.as_file().sync_all().map_err(|source| io_error("sync", &path, source))?;
+        if sync {
+            file.as_file().sync_all().map_err(|source| io_error("sync", &path, source))?;
+        }
         file.persist(&path).map_err(|error| io_error("rename into", &path, error.error))?;
+        if !sync {
+            return Ok(());
+        }
         // Directories cannot be opened for syncing everywhere; the rename stands without it.
         if let Ok(directory) = File::open(directory(&path)) {
             match directory.sync_all() {

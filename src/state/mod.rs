@@ -6,8 +6,10 @@
 //!
 //! [`Region`]: crate::storage::Region
 
+mod device;
 mod sink;
 mod source;
 
+pub use device::DeviceState;
 pub use sink::{CountSink, DeviceSink, FileSink, RecordSink, Sink, SliceSink};
 pub use source::{Input, Source, Tensors};

@@ -8,7 +8,7 @@ use std::alloc::{self, Layout};
 use std::ops::Range;
 use std::ptr::NonNull;
 
-use super::PlaneShape;
+use super::{PlaneShape, stream};
 use crate::error::{Error, Result};
 use crate::types::{Move, Run};
 
@@ -130,39 +130,148 @@ pub(super) unsafe fn zero(grid: Grid, runs: &[Run]) {
     }
 }
 
+/// Bytes of one plane from which on they go past the cache: more than a file's buffer, which is read again at once.
+const STREAM_MIN: usize = 2 << 20;
+
 /// Copies every channel of the moved cells. Channels are outermost: a blob is written from front to back.
 ///
 /// # Safety
 /// Both grids have the same channels and element size. The elements of the moved cells are valid for reads in
 /// `src` and for writes in `dst`, and those of `src` do not overlap those of `dst`.
 pub(super) unsafe fn copy(dst: Grid, src: Grid, moves: impl Iterator<Item = Move>) {
-    // Cells of short runs one by one: without a loop inside the loop there is nothing to mispredict.
-    let (mut runs, mut cells) = (Vec::new(), Vec::new());
+    let (mut runs, mut singles) = (Vec::new(), Singles::default());
     let dense = dst.is_dense() && src.is_dense();
     for m in moves {
         if dense && m.len as usize * src.elem_size >= MEMCPY_MIN {
             runs.push(m);
         } else {
-            cells.extend((0..m.len).map(|i| (m.src + i, m.dst + i)));
+            singles.push(m);
         }
     }
+    let order = if dense { singles.order() } else { Order::Pairs };
+    let run_bytes = runs.iter().map(|m| m.len as usize).sum::<usize>() * src.elem_size * src.n_channel;
+    let copy_run = if run_bytes >= STREAM_MIN { stream::copy_run() } else { plain_copy };
     for channel in 0..src.n_channel {
         for m in &runs {
             let bytes = m.len as usize * src.elem_size;
             // SAFETY: the elements of a dense run are one range of bytes; valid and apart by contract.
-            unsafe { src.at(channel, m.src).copy_to_nonoverlapping(dst.at(channel, m.dst), bytes) };
+            unsafe { copy_run(src.at(channel, m.src), dst.at(channel, m.dst), bytes) };
         }
-        let pairs = cells.iter().map(|&(from, to)| (src.at(channel, from), dst.at(channel, to)));
-        // SAFETY: pairs of elements, of the size that is matched; valid and apart by contract.
+        // SAFETY: elements of the size that is matched; valid and apart by contract; lists are used for dense
+        // grids only.
         unsafe {
             match src.elem_size {
-                1 => pairs.for_each(|(from, to)| copy_elem::<1>(from, to)),
-                2 => pairs.for_each(|(from, to)| copy_elem::<2>(from, to)),
-                4 => pairs.for_each(|(from, to)| copy_elem::<4>(from, to)),
-                size => pairs.for_each(|(from, to)| from.copy_to_nonoverlapping(to, size)),
+                1 => singles.copy::<1>(&order, dst, src, channel),
+                2 => singles.copy::<2>(&order, dst, src, channel),
+                4 => singles.copy::<4>(&order, dst, src, channel),
+                size => {
+                    for (&from, &to) in singles.from.iter().zip(&singles.to) {
+                        src.at(channel, from).copy_to_nonoverlapping(dst.at(channel, to), size);
+                    }
+                }
             }
         }
     }
+    if run_bytes >= STREAM_MIN {
+        stream::fence();
+    }
+}
+
+/// Copies a range of bytes, from and to.
+pub(super) type CopyRun = unsafe fn(*const u8, *mut u8, usize);
+
+/// # Safety
+/// `n` bytes are valid for reads at `from` and for writes at `to`, and do not overlap.
+pub(super) unsafe fn plain_copy(from: *const u8, to: *mut u8, n: usize) {
+    // SAFETY: by contract.
+    unsafe { from.copy_to_nonoverlapping(to, n) };
+}
+
+/// Cells of short runs, one by one: without a loop inside the loop there is nothing to mispredict.
+#[derive(Debug, Default)]
+struct Singles {
+    from: Vec<u32>,
+    to: Vec<u32>,
+}
+
+/// How single cells are walked. One side is a blob as a rule, whose cells follow each other: then only the other
+/// side's are looked up.
+#[derive(Debug)]
+enum Order {
+    /// Ranges of the list whose `to` follow each other.
+    Gather(Vec<Range<usize>>),
+    /// Ranges of the list whose `from` follow each other.
+    Scatter(Vec<Range<usize>>),
+    Pairs,
+}
+
+impl Singles {
+    fn push(&mut self, m: Move) {
+        self.from.extend(m.src..m.src + m.len);
+        self.to.extend(m.dst..m.dst + m.len);
+    }
+
+    fn order(&self) -> Order {
+        // Shorter ranges on average are not worth their loop.
+        const LEAST_LEN: usize = 32;
+        let is_few = |ranges: &Vec<_>| ranges.len() <= self.from.len().div_ceil(LEAST_LEN);
+        let gather = consecutive(&self.to);
+        if is_few(&gather) {
+            return Order::Gather(gather);
+        }
+        let scatter = consecutive(&self.from);
+        if is_few(&scatter) { Order::Scatter(scatter) } else { Order::Pairs }
+    }
+
+    /// # Safety
+    /// As [`copy`], for elements of `SIZE` bytes; an order other than pairs is for dense grids.
+    unsafe fn copy<const SIZE: usize>(&self, order: &Order, dst: Grid, src: Grid, channel: usize) {
+        const BLOCK: usize = 8;
+        let (from, to) = (src.at(channel, 0), dst.at(channel, 0));
+        let (ranges, list, is_gather) = match order {
+            Order::Gather(ranges) => (ranges, &self.from, true),
+            Order::Scatter(ranges) => (ranges, &self.to, false),
+            Order::Pairs => {
+                for (&from, &to) in self.from.iter().zip(&self.to) {
+                    // SAFETY: by contract.
+                    unsafe { copy_elem::<SIZE>(src.at(channel, from), dst.at(channel, to)) };
+                }
+                return;
+            }
+        };
+        for range in ranges {
+            let first = if is_gather { self.to[range.start] } else { self.from[range.start] } as usize;
+            let cells = &list[range.clone()];
+            let blocks = cells.chunks_exact(BLOCK);
+            let rest = (first + cells.len() - blocks.remainder().len(), blocks.remainder());
+            let blocks = blocks.enumerate().map(|(i, block)| (first + i * BLOCK, block));
+            let each = |next: usize, cell: u32| {
+                let (a, b) = if is_gather { (cell as usize, next) } else { (next, cell as usize) };
+                // SAFETY: by contract; elements of a dense grid lie `SIZE` bytes apart.
+                unsafe { copy_elem::<SIZE>(from.wrapping_add(a * SIZE), to.wrapping_add(b * SIZE)) };
+            };
+            for (next, block) in blocks {
+                for i in 0..BLOCK {
+                    each(next + i, block[i]);
+                }
+            }
+            for (i, &cell) in rest.1.iter().enumerate() {
+                each(rest.0 + i, cell);
+            }
+        }
+    }
+}
+
+/// The ranges of `cells` in which each is the successor of the one before.
+fn consecutive(cells: &[u32]) -> Vec<Range<usize>> {
+    let mut ranges: Vec<Range<usize>> = Vec::new();
+    for (i, &cell) in cells.iter().enumerate() {
+        match ranges.last_mut() {
+            Some(range) if cells[range.end - 1] + 1 == cell => range.end = i + 1,
+            _ => ranges.push(i..i + 1),
+        }
+    }
+    ranges
 }
 
 /// Copies an element whose size the compiler knows: two instructions instead of a call.

@@ -5,6 +5,7 @@
 
 mod host;
 mod plane;
+mod stream;
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,0 +1,9 @@
+// kvstate without llama.cpp, on the bytes that a leg wrote.
+
+#pragma once
+
+#include "compare.hpp"
+
+// Loads NONE, PARTIAL, the whole context and the slot file of a leg into a kvstate context of the same geometry,
+// and holds what it writes against them. Nothing for memories that kvstate does not have.
+void alone_takes(const Case &the_case, const std::string &leg, const Results &results, Report &report);
