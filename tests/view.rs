@@ -11,6 +11,7 @@ use kvstate::error::{Error, Result};
 use kvstate::format::{FileKind, GgmlType};
 use kvstate::memory::{KvParams, KvView, LayerParams, SlotInfos, ViewCell};
 use kvstate::session::{StateFile, StateReader, StateWriter};
+use kvstate::state::DeviceState;
 use kvstate::storage::{Plane, PlaneShape};
 use kvstate::types::{CellExt, Pos, PosRange, SeqId, StateFlags, SwaType};
 use kvstate::{ContextParams, Status};
@@ -835,15 +836,17 @@ fn a_legacy_partial_state_that_llama_cpp_wrote_is_consumed() {
     for f in common::fixtures().into_iter().filter(|f| f.version() == 4 && f.is_legacy_partial()) {
         let Some(blob) = f.blob() else { continue };
         let sections = f.sections(f.kv_size());
-        let owner = Owner::new("kv", &sections[0], f.sidecar.n_seq_max, f.sidecar.kv_unified, false);
+        let owner = |section| Owner::new("kv", section, f.sidecar.n_seq_max, f.sidecar.kv_unified, false);
+        let owners: Vec<_> = sections.iter().map(owner).collect();
         let mut reader = StateReader::of_seq(&blob).expect("a state");
         reader.restart(true);
-        for _ in &sections {
+        for owner in &owners {
             reader
                 .plan_kv_cache(&owner.view(), f.sidecar.seq_id, PARTIAL, None)
                 .unwrap_or_else(|e| panic!("{}: {e}", f.name));
         }
-        assert_eq!((reader.left(), owner.calls()), (0, vec![]), "{}", f.name);
+        assert_eq!(reader.left(), 0, "{}", f.name);
+        assert!(owners.iter().all(|owner| owner.calls().is_empty()), "{}", f.name);
         n += 1;
     }
     assert!(n > 0, "no fixture");
@@ -952,6 +955,89 @@ fn a_state_whose_tensors_are_elsewhere_is_planned_and_not_read() {
             assert_eq!(pair.owners[0].calls(), []);
         }
     });
+}
+
+/// What stays on the device, with its blob.
+fn keep(owner: &Owner, seq: SeqId, flags: StateFlags) -> (Vec<u8>, DeviceState) {
+    let view = owner.view();
+    let mut writer = StateWriter::new(seq);
+    writer.write_kv_cache(&view, flags).expect("a section");
+    let mut blob = vec![0xAA; usize::try_from(writer.metadata_size().expect("a size")).expect("a size")];
+    let (len, state) = writer.get_on_device(&mut blob, flags | ON_DEVICE).expect("a state");
+    assert_eq!(len, blob.len());
+    (blob, state)
+}
+
+#[test]
+fn a_state_that_stayed_behind_comes_back_with_its_tensors() {
+    each_pair(|name, pair| {
+        for flags in [NONE, PARTIAL] {
+            let (blob, state) = keep(&pair.owners[0], 0, flags);
+            // Apart from the number in the header it is what a context gives.
+            let managed = pair.managed(0, flags | ON_DEVICE);
+            assert!(blob[..4] == managed[..4] && blob[8..] == managed[8..], "{name}");
+
+            let whole = pair.managed(0, flags);
+            pair.ctx.state_seq_set_data(&whole, 1, flags).expect(name);
+            let mut reader = StateReader::of_device(&blob, flags | ON_DEVICE, &state).expect(name);
+            reader.plan_kv_cache(&pair.owners[0].view(), 1, flags, None).expect(name);
+            assert_eq!((reader.left(), reader.tensor_bytes()), (0, 0), "{name}");
+            reader.rewind();
+            reader.read_kv_cache(pair.owners[0].view()).expect(name);
+            reader.finish().expect(name);
+            pair.assert_same(false);
+        }
+    });
+}
+
+#[test]
+fn masked_cells_of_a_state_that_stayed_behind_are_dropped_if_a_plan_lacks_room() {
+    let (owner, blob) = too_large();
+    let large = Owner::new("kv", &standard(32, 4), 2, true, false);
+    restore(std::slice::from_ref(&large), &blob, 0, NONE).expect("room");
+    let (blob, state) = keep(&large, 0, NONE);
+    let mut reader = StateReader::of_device(&blob, ON_DEVICE, &state).expect("a state");
+    reader.plan_kv_cache(&owner.view(), 1, NONE, None).expect("room for the window");
+    reader.rewind();
+    reader.read_kv_cache(owner.view()).expect("a section");
+    reader.finish().expect("the batch");
+    assert_eq!(owner.positions(1), (4..20).collect::<Vec<_>>());
+    assert!(owner.bytes_of(1) == large.bytes_of(0)[4..]);
+}
+
+#[test]
+fn a_state_that_stayed_behind_is_refused_for_another_blob() {
+    let (owner, whole) = small();
+    let (blob, state) = keep(&owner, 2, NONE);
+    let (later, _) = keep(&owner, 2, NONE);
+    let mut damaged = blob.clone();
+    damaged[16] ^= 1;
+    for (blob, flags, reason) in [
+        (&later, ON_DEVICE, "a later one has replaced it"),
+        (&blob, ON_DEVICE | PARTIAL, "the live one was taken with other flags"),
+        (&damaged, ON_DEVICE, "the blob is not the one that was given out"),
+    ] {
+        let error = StateReader::of_device(blob, flags, &state).expect_err("another state");
+        assert_eq!(error.to_string(), format!("no device state of sequence 2: {reason}"));
+    }
+    let error = StateReader::of_device(&whole, ON_DEVICE, &state).expect_err("another state");
+    assert_eq!(error.status(), Status::NoDeviceState, "{error}");
+}
+
+#[test]
+fn nothing_stays_behind_of_a_whole_context_or_if_the_buffer_is_too_small() {
+    let (owner, _) = small();
+    let view = owner.view();
+    let error = StateWriter::new(-1).get_on_device(&mut [0; 64], ON_DEVICE).expect_err("a whole context");
+    assert_eq!(error.to_string(), "seq_id: -1, a whole context has no ON_DEVICE state");
+    let mut writer = StateWriter::new(0);
+    writer.write_kv_cache(&view, NONE).expect("a section");
+    let size = usize::try_from(writer.metadata_size().expect("a size")).expect("a size");
+    let mut out = vec![0xAA; size - 1];
+    let error = writer.get_on_device(&mut out, ON_DEVICE).expect_err("a byte is missing");
+    let text = format!("buffer too small: the state has {size} bytes, the buffer {}", size - 1);
+    assert_eq!(error.to_string(), text);
+    assert!(out.iter().all(|&byte| byte == 0xAA));
 }
 
 // In turns

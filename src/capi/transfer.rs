@@ -309,7 +309,7 @@ pub unsafe extern "C" fn kvs_state_reader_new_on_device(
         let reader = if state.is_null() {
             StateReader::of_metadata(src)?
         } else {
-            let kept: &'static DeviceState = with_tagged(state, |s| Ok(&*(&raw const s.state)))?;
+            let kept: &'static DeviceState = &*with_tagged(state, |s| Ok(&raw const s.state))?;
             StateReader::of_device(src, flags | StateFlags::ON_DEVICE, kept)?
         };
         let (file, access) = (None, access_of(access)?);

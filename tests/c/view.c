@@ -918,17 +918,17 @@ static void a_legacy_partial_state_is_dropped_after_a_restart(void) {
     kvs_context_free(ctx);
 }
 
-static void an_on_device_state_is_planned_and_not_read(void) {
+static void an_on_device_state_without_its_tensors_is_planned_and_not_read(void) {
     open_cache();
     uint8_t bytes[STATE];
     const size_t size = kvs_state_seq_get_data_ext(ctx, bytes, sizeof bytes, 0, KVS_STATE_SEQ_FLAGS_ON_DEVICE);
     kvs_kv_view view = view_of(&c);
     kvs_state_reader *reader = NULL;
-    BAD_STATUS(kvs_state_reader_new_on_device(-1, bytes, size, KVS_STATE_SEQ_FLAGS_NONE, NULL, NULL, &reader), "seq_id -1 is out of range [0, 256)");
-    BAD_STATUS(kvs_state_reader_new_on_device(1, NULL, size, KVS_STATE_SEQ_FLAGS_NONE, NULL, NULL, &reader), "src: NULL");
-    FAILS(kvs_state_reader_new_on_device(1, bytes, 7, KVS_STATE_SEQ_FLAGS_NONE, NULL, NULL, &reader), KVS_STATUS_TRUNCATED, KVS_STATUS_TRUNCATED, "truncated");
+    BAD_STATUS(kvs_state_reader_new_on_device(-1, bytes, size, 0, NULL, NULL, &reader), "seq_id -1 is out of range [0, 256)");
+    BAD_STATUS(kvs_state_reader_new_on_device(1, NULL, size, 0, NULL, NULL, &reader), "src: NULL");
+    FAILS(kvs_state_reader_new_on_device(1, bytes, 7, 0, NULL, NULL, &reader), KVS_STATUS_TRUNCATED, KVS_STATUS_TRUNCATED, "truncated");
     CHECK(reader == NULL);
-    OK(kvs_state_reader_new_on_device(1, bytes, size, KVS_STATE_SEQ_FLAGS_NONE, NULL, NULL, &reader));
+    OK(kvs_state_reader_new_on_device(1, bytes, size, 0, NULL, NULL, &reader));
     OK(plan(reader, view));
     CHECK(kvs_state_reader_left(reader) == 0 && kvs_state_reader_tensor_bytes(reader) == 2 * 5 * ROW);
     OK(kvs_state_reader_rewind(reader));
@@ -939,43 +939,53 @@ static void an_on_device_state_is_planned_and_not_read(void) {
     kvs_context_free(ctx);
 }
 
-static void an_on_device_state_comes_back_from_what_the_writer_kept(void) {
+static void an_on_device_state_of_a_writer_comes_back(void) {
     open_cache();
     kvs_kv_view view = view_of(&c);
     kvs_state_writer *writer = NULL;
     OK(kvs_state_writer_new(0, NULL, &writer));
     OK(kvs_state_writer_write_kv_cache(writer, &view, 0));
+    uint8_t blob[STATE], later[STATE];
+    kvs_device_state *state_of_blob = NULL, *state_of_later = NULL;
     const size_t size = kvs_state_writer_metadata_size(writer);
-    CHECK(size == kvs_state_seq_get_size_ext(ctx, 0, KVS_STATE_SEQ_FLAGS_ON_DEVICE));
-    uint8_t earlier[STATE], later[STATE];
-    kvs_device_state *kept = NULL, *replaced = NULL;
-    FAILS(kvs_state_writer_get_on_device(writer, earlier, size - 1, 0, &kept), 0, KVS_STATUS_BUFFER_TOO_SMALL, "too small");
-    CHECK(kept == NULL);
-    CHECK(kvs_state_writer_get_on_device(writer, earlier, size, 0, &replaced) == size);
-    CHECK(kvs_state_writer_get_on_device(writer, later, size, 0, &kept) == size);
+    CHECK(size == kvs_state_writer_size(writer) - 2 * 5 * ROW);
+    blob[0] = 0xa5;
+    FAILS(kvs_state_writer_get_on_device(writer, blob, size - 1, 0, &state_of_blob), 0, KVS_STATUS_BUFFER_TOO_SMALL,
+          "buffer too small");
+    BAD(kvs_state_writer_get_on_device(writer, NULL, size, 0, &state_of_blob), 0, "dst: NULL");
+    BAD(kvs_state_writer_get_on_device(writer, blob, size, 4, &state_of_blob), 0, "unknown state flags");
+    BAD(kvs_state_writer_get_on_device(writer, blob, size, 0, NULL), 0, "state_out: NULL");
+    CHECK(blob[0] == 0xa5 && state_of_blob == NULL);
+    CHECK(kvs_state_writer_get_on_device(writer, blob, size, 0, &state_of_blob) == size);
+    CHECK(kvs_state_writer_get_on_device(writer, later, STATE, KVS_STATE_SEQ_FLAGS_ON_DEVICE, &state_of_later) == size);
     kvs_state_writer_free(writer);
-    kvs_device_state_free(replaced);
 
-    // Of the same positions, and still another state.
+    // The cells' bytes go; the state has its own.
+    cache before = c;
+    memset(c.k.data, 0, 5 * ROW);
     kvs_state_reader *reader = NULL;
-    FAILS(kvs_state_reader_new_on_device(1, earlier, size, 0, kept, NULL, &reader), KVS_STATUS_NO_DEVICE_STATE,
-          KVS_STATUS_NO_DEVICE_STATE, "no device state of sequence 0: a later one has replaced it");
-    FAILS(kvs_state_reader_new_on_device(1, later, size, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY, kept, NULL, &reader),
-          KVS_STATUS_NO_DEVICE_STATE, KVS_STATUS_NO_DEVICE_STATE, "was taken with other flags");
+    FAILS(kvs_state_reader_new_on_device(1, blob, size, 0, state_of_later, NULL, &reader), KVS_STATUS_NO_DEVICE_STATE,
+          KVS_STATUS_NO_DEVICE_STATE, "a later one has replaced it");
+    FAILS(kvs_state_reader_new_on_device(1, blob, size, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY, state_of_blob, NULL, &reader),
+          KVS_STATUS_NO_DEVICE_STATE, KVS_STATUS_NO_DEVICE_STATE, "other flags");
+    BAD_STATUS(kvs_state_reader_new_on_device(-1, blob, size, 0, state_of_blob, NULL, &reader), "seq_id -1 is out of");
+    NO_HANDLE_STATUS(kvs_state_reader_new_on_device(1, blob, size, 0, (kvs_device_state *)ctx, NULL, &reader));
     CHECK(reader == NULL);
-    OK(kvs_state_reader_new_on_device(2, later, size, 0, kept, NULL, &reader));
+    OK(kvs_state_reader_new_on_device(1, blob, size, 0, state_of_blob, NULL, &reader));
     OK(plan(reader, view));
-    CHECK(kvs_state_reader_left(reader) == 0);
+    CHECK(kvs_state_reader_left(reader) == 0 && kvs_state_reader_tensor_bytes(reader) == 0);
     OK(kvs_state_reader_rewind(reader));
     OK(kvs_state_reader_read_kv_cache(reader, &view, NULL));
     OK(kvs_state_reader_finish(reader));
-    CHECK(same_row(7, 0) && same_row(11, 6));
     kvs_state_reader_free(reader);
-    kvs_device_state_free(kept);
+    CHECK(holds(1, "...xx..xxx......") && memcmp(c.k.data + 3 * ROW, before.k.data, 2 * ROW) == 0);
+    kvs_device_state_free(state_of_blob);
+    kvs_device_state_free(state_of_later);
     kvs_device_state_free(NULL);
+    FAILS_VOID(kvs_device_state_free((kvs_device_state *)ctx), KVS_STATUS_INVALID_HANDLE, "state is not a live handle");
 
     OK(kvs_state_writer_new(-1, NULL, &writer));
-    BAD(kvs_state_writer_get_on_device(writer, later, size, 0, &kept), 0, "seq_id: -1, a whole context has no");
+    BAD(kvs_state_writer_get_on_device(writer, blob, size, 0, &state_of_blob), 0, "a whole context has no ON_DEVICE state");
     kvs_state_writer_free(writer);
     kvs_context_free(ctx);
 }
@@ -1037,6 +1047,9 @@ static void a_null_handle_or_one_of_another_kind_fails_every_call(void) {
         NO_HANDLE_STATUS(kvs_state_writer_write_tensor(w, &c.k, c.k.data, 0, 1));
         NO_HANDLE_STATUS(kvs_state_writer_write_kv_cache(w, &view, 0));
         NO_HANDLE(kvs_state_writer_size(w), 0);
+        NO_HANDLE(kvs_state_writer_metadata_size(w), 0);
+        kvs_device_state *kept = NULL;
+        NO_HANDLE(kvs_state_writer_get_on_device(w, bytes, sizeof bytes, 0, &kept), 0);
         NO_HANDLE(kvs_state_writer_get_data(w, bytes, sizeof bytes), 0);
         NO_HANDLE(kvs_state_writer_save_file(w, "x", NULL, 0, true), 0);
         kvs_state_reader *r = no_reader[i];
@@ -1082,7 +1095,7 @@ static void a_null_argument_fails_every_call(void) {
     BAD_STATUS(kvs_state_writer_new(0, NULL, NULL), "writer_out: NULL");
     BAD_STATUS(kvs_state_reader_new(0, s.data, s.size, NULL, NULL), "reader_out: NULL");
     BAD_STATUS(kvs_state_reader_open_file(0, "x", 0, NULL, NULL), "reader_out: NULL");
-    BAD_STATUS(kvs_state_reader_new_on_device(0, s.data, s.size, KVS_STATE_SEQ_FLAGS_NONE, NULL, NULL, NULL), "reader_out: NULL");
+    BAD_STATUS(kvs_state_reader_new_on_device(0, s.data, s.size, 0, NULL, NULL, NULL), "reader_out: NULL");
     BAD_STATUS(kvs_state_reader_new(0, NULL, 8, NULL, &reader), "src: NULL for 8 elements");
     const kvs_seq_id bad[] = {-2, 256, INT32_MIN, INT32_MAX};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
@@ -1117,8 +1130,8 @@ MAIN(CASE(init_writes_defaults_and_checks_the_size), CASE(structs_of_another_siz
      CASE(a_context_reads_what_a_writer_wrote), CASE(a_view_reads_what_a_context_wrote),
      CASE(damaged_bytes_are_refused_by_the_plan_and_change_nothing), CASE(sections_of_the_caller_stand_beside_a_view),
      CASE(a_file_is_that_of_a_context_and_comes_back), CASE(a_file_of_a_whole_context_is_that_of_a_context),
-     CASE(a_legacy_partial_state_is_dropped_after_a_restart), CASE(an_on_device_state_is_planned_and_not_read),
-     CASE(an_on_device_state_comes_back_from_what_the_writer_kept),
+     CASE(a_legacy_partial_state_is_dropped_after_a_restart), CASE(an_on_device_state_without_its_tensors_is_planned_and_not_read),
+     CASE(an_on_device_state_of_a_writer_comes_back),
      CASE(a_section_is_read_only_as_it_was_planned),
      CASE(a_reader_that_is_freed_before_finish_leaves_the_tensors_alone),
      CASE(a_null_handle_or_one_of_another_kind_fails_every_call), CASE(a_null_argument_fails_every_call))
