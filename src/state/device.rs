@@ -19,12 +19,15 @@ pub struct DeviceState {
     flags: StateFlags,
 }
 
+const HEADER_LEN: usize = 8;
+const _: () = assert!(HEADER_LEN as u64 == SEQ_BLOB_HEADER_LEN);
+
 /// Bits of the `seq_id` field that name the sequence; all ids fit.
 const SEQ_ID_BITS: u32 = 8;
 
 impl DeviceState {
     /// The header of a blob, unlike that of any other in this process.
-    pub(crate) fn header(seq_id: SeqId) -> [u8; SEQ_BLOB_HEADER_LEN as usize] {
+    pub(crate) fn header(seq_id: SeqId) -> [u8; HEADER_LEN] {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let number = NEXT.fetch_add(1, Ordering::Relaxed) << SEQ_ID_BITS;
         format::seq_blob_header(seq_id | number.cast_signed())
@@ -51,7 +54,7 @@ impl DeviceState {
     pub(crate) fn source(&self, blob: &[u8], flags: StateFlags) -> Result<Source<'_>> {
         let seq_id = Self::seq_id_of(blob)?;
         let gone = |reason| Error::NoDeviceState { seq_id, reason };
-        if !blob.starts_with(&self.metadata[..SEQ_BLOB_HEADER_LEN as usize]) {
+        if !blob.starts_with(&self.metadata[..HEADER_LEN]) {
             return Err(gone("a later one has replaced it"));
         }
         if flags != self.flags {

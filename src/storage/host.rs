@@ -251,8 +251,8 @@ impl Singles {
                 unsafe { copy_elem::<SIZE>(from.wrapping_add(a * SIZE), to.wrapping_add(b * SIZE)) };
             };
             for (next, block) in blocks {
-                for i in 0..BLOCK {
-                    each(next + i, block[i]);
+                for (i, &cell) in block.iter().enumerate() {
+                    each(next + i, cell);
                 }
             }
             for (i, &cell) in rest.1.iter().enumerate() {
