@@ -634,8 +634,8 @@ fn large_regions_are_copied_byte_for_byte_whatever_their_alignment() {
     const KV_SIZE: u32 = 6000;
     const ROW: usize = 1000;
     for shift in [0, 1, 31, 63] {
-        let bytes: Vec<u8> =
-            (0..KV_SIZE * 1000 + 64).map(|i| (i % 251) as u8 ^ (i / 64_000 % 256) as u8).collect();
+        let byte = |i: u32| i.wrapping_mul(2_654_435_761).to_be_bytes()[0];
+        let bytes: Vec<u8> = (0..KV_SIZE * 1000 + 64).map(byte).collect();
         let mut memory = bytes.clone();
         // SAFETY: the memory outlives the plane, has its span from `shift` on, and is not touched meanwhile.
         let mut plane = unsafe {
