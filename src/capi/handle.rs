@@ -2,24 +2,19 @@
 
 use std::ffi::{CStr, c_char};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::status::caught;
 use crate::context::{Context, Slot};
 use crate::error::{Error, Result};
 
-/// What a live context starts with; a freed one, as long as its memory is not used again, does not.
-const LIVE: u64 = 0x6b76_735f_6374_7831;
-/// The same for a slot.
-const LIVE_SLOT: u64 = 0x6b76_735f_736c_7431;
-
-const DEAD_CONTEXT: Error = Error::InvalidHandle { name: "ctx" };
-
 /// A context: the KV cache of a model's sequences.
 pub struct kvs_context {
-    tag: u64,
-    poisoned: AtomicBool,
     context: Context,
+}
+
+impl Tagged for kvs_context {
+    const LIVE: u64 = 0x6b76_735f_6374_7831;
+    const NAME: &'static str = "ctx";
 }
 
 /// The memory of a context.
@@ -32,71 +27,50 @@ pub type kvs_memory_t = *mut kvs_memory;
 
 /// A new handle, owned by the caller.
 pub(super) fn into_handle(context: Context) -> *mut kvs_context {
-    Box::into_raw(Box::new(kvs_context { tag: LIVE, poisoned: AtomicBool::new(false), context }))
+    into_tagged(kvs_context { context })
 }
 
 /// Frees a handle; NULL is fine.
 pub(super) unsafe fn free_handle(ctx: *mut kvs_context) -> Result<()> {
-    if ctx.is_null() {
-        return Ok(());
-    }
-    if !ctx.is_aligned() {
-        return Err(DEAD_CONTEXT);
-    }
-    // SAFETY: aligned; the header demands a pointer that kvs_context_new returned and that was not freed.
-    unsafe {
-        if (*ctx).tag != LIVE {
-            return Err(DEAD_CONTEXT);
-        }
-        (*ctx).tag = 0;
-        drop(Box::from_raw(ctx));
-    }
-    Ok(())
+    // SAFETY: passed on.
+    unsafe { free_tagged(ctx) }
 }
 
 /// Cells for the tokens of a ubatch, as kvs_slot_prepare found them.
 pub struct kvs_slot {
-    tag: u64,
     slot: Slot,
+}
+
+impl Tagged for kvs_slot {
+    const LIVE: u64 = 0x6b76_735f_736c_7431;
+    const NAME: &'static str = "slot";
 }
 
 /// A new slot handle, owned by the caller.
 pub(super) fn into_slot_handle(slot: Slot) -> *mut kvs_slot {
-    Box::into_raw(Box::new(kvs_slot { tag: LIVE_SLOT, slot }))
+    into_tagged(kvs_slot { slot })
 }
 
 /// The slot behind a handle.
 pub(super) unsafe fn slot<'a>(slot: *const kvs_slot) -> Result<&'a Slot> {
-    const DEAD: Error = Error::InvalidHandle { name: "slot" };
-    if !slot.is_aligned() {
-        return Err(DEAD);
-    }
-    // SAFETY: aligned; the header demands NULL or a slot of kvs_slot_prepare that was not freed.
-    let handle = unsafe { slot.as_ref() }.ok_or(DEAD)?;
-    if handle.tag == LIVE_SLOT { Ok(&handle.slot) } else { Err(DEAD) }
+    // SAFETY: the header demands NULL or a slot of kvs_slot_prepare that was not freed.
+    unsafe { live(slot) }.map(|handle| &handle.slot)
 }
 
 /// Frees a slot; NULL is fine.
 pub(super) unsafe fn free_slot(handle: *mut kvs_slot) -> Result<()> {
-    if handle.is_null() {
-        return Ok(());
-    }
-    // SAFETY: as for `slot`, which has checked the pointer; it came from a Box.
-    unsafe {
-        slot(handle)?;
-        (*handle).tag = 0;
-        drop(Box::from_raw(handle));
-    }
-    Ok(())
+    // SAFETY: passed on.
+    unsafe { free_tagged(handle) }
 }
 
-/// A kind of handle that is tagged.
+/// A kind of handle.
 pub(super) trait Tagged {
+    /// What a live one starts with; a freed one, as long as its memory is not used again, does not.
     const LIVE: u64;
     const NAME: &'static str;
 }
 
-/// What such a handle points to. The tag comes first whatever the kind, so that one of another kind is told by
+/// What a handle points to. The tag comes first whatever the kind, so that one of another kind is told by
 /// reading no more than 8 bytes of it.
 #[repr(C)]
 struct Tag<T> {
@@ -158,14 +132,14 @@ pub(super) unsafe fn free_tagged<T: Tagged>(handle: *mut T) -> Result<()> {
     Ok(())
 }
 
-fn check(handle: &kvs_context) -> Result<()> {
-    if handle.tag != LIVE {
-        return Err(DEAD_CONTEXT);
-    }
-    if handle.poisoned.load(Ordering::Relaxed) {
+/// What a handle holds, for calls that change nothing and may run side by side.
+unsafe fn live<'a, T: Tagged>(handle: *const T) -> Result<&'a T> {
+    // SAFETY: the header demands NULL or a live handle that no changing call uses meanwhile.
+    if unsafe { tag_of(handle.cast_mut()) }? == POISONED {
         return Err(Error::Poisoned);
     }
-    Ok(())
+    // SAFETY: as above, and it is of this kind.
+    Ok(unsafe { &(*handle.cast::<Tag<T>>()).value })
 }
 
 /// Runs a call that changes nothing.
@@ -173,13 +147,8 @@ pub(super) unsafe fn with_context<T>(
     ctx: *const kvs_context,
     call: impl FnOnce(&Context) -> Result<T>,
 ) -> Result<T> {
-    if !ctx.is_aligned() {
-        return Err(DEAD_CONTEXT);
-    }
-    // SAFETY: aligned; the header demands NULL or a live context that no changing call uses meanwhile.
-    let handle = unsafe { ctx.as_ref() }.ok_or(DEAD_CONTEXT)?;
-    check(handle)?;
-    call(&handle.context)
+    // SAFETY: passed on.
+    call(&unsafe { live(ctx) }?.context)
 }
 
 /// Runs a call that may change the context. A panic in the middle of a change poisons it.
@@ -187,17 +156,8 @@ pub(super) unsafe fn with_context_mut<T>(
     ctx: *mut kvs_context,
     call: impl FnOnce(&mut Context) -> Result<T>,
 ) -> Result<T> {
-    if !ctx.is_aligned() {
-        return Err(DEAD_CONTEXT);
-    }
-    // SAFETY: aligned; the header demands NULL or a live context that no other call uses meanwhile.
-    let handle = unsafe { ctx.as_mut() }.ok_or(DEAD_CONTEXT)?;
-    check(handle)?;
-    let result = caught(|| call(&mut handle.context));
-    if matches!(result, Err(Error::Internal(_))) {
-        handle.poisoned.store(true, Ordering::Relaxed);
-    }
-    result
+    // SAFETY: passed on.
+    unsafe { with_tagged(ctx, |handle| call(&mut handle.context)) }
 }
 
 /// The caller's array; NULL only if it is empty.
@@ -318,10 +278,11 @@ mod tests {
         let ctx = handle();
         // SAFETY: a live handle of this thread; its tag is put back before it is freed.
         unsafe {
-            (*ctx).tag = 7;
+            let tag = ctx.cast::<u64>();
+            tag.write(7);
             assert!(matches!(with_context(ctx, |_| Ok(())), Err(Error::InvalidHandle { name: "ctx" })));
             assert!(matches!(free_handle(ctx), Err(Error::InvalidHandle { name: "ctx" })));
-            (*ctx).tag = LIVE;
+            tag.write(kvs_context::LIVE);
             free_handle(ctx).expect("free works");
         }
     }
