@@ -157,6 +157,16 @@ size_t save_file(llama_context & ctx, const char * filepath, llama_seq_id seq_id
     return n;
 }
 
+// Only how many tokens a file has; the offset at which they begin.
+size_t count_tokens(const char * filepath, llama_seq_id dest_seq_id, size_t * n_token_count_out) {
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_open_file(dest_seq_id, filepath, SIZE_MAX, nullptr, &reader));
+    reader_io io(reader);
+    const llama_token * tokens = nullptr;
+    check(kvs_state_reader_tokens(reader, &tokens, n_token_count_out));
+    return 3 * sizeof(uint32_t);
+}
+
 // The offset behind the state; 0 if llama.cpp has to do it.
 size_t load_file(llama_context & ctx, const char * filepath, llama_seq_id dest_seq_id, llama_token * tokens_out,
         size_t n_token_capacity, size_t * n_token_count_out) {
@@ -404,9 +414,10 @@ size_t llama_state_seq_load_file(llama_context * ctx, const char * filepath, lla
         llama_token * tokens_out, size_t n_token_capacity, size_t * n_token_count_out) {
     return guarded(__func__, [&]() -> size_t {
         check_call(*ctx, dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
-        // without tokens_out it only asks how many there are
-        const size_t n = tokens_out ?
-            load_file(*ctx, filepath, dest_seq_id, tokens_out, n_token_capacity, n_token_count_out) : 0;
+        if (!tokens_out) {
+            return count_tokens(filepath, dest_seq_id, n_token_count_out);
+        }
+        const size_t n = load_file(*ctx, filepath, dest_seq_id, tokens_out, n_token_capacity, n_token_count_out);
         return n ? n : ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out,
                 n_token_capacity, n_token_count_out);
     });
