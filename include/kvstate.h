@@ -472,6 +472,9 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // A callback of the caller returned something other than 0.
 #define KVS_STATUS_CALLBACK 18
 
+// The progress callback asked for an end.
+#define KVS_STATUS_CANCELLED 19
+
 // The whole state of the sequence.
 #define KVS_STATE_SEQ_FLAGS_NONE 0
 

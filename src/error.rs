@@ -49,6 +49,8 @@ pub enum Status {
     Internal = 17,
     /// A call into the caller failed.
     Callback = 18,
+    /// The progress callback asked for an end.
+    Cancelled = 19,
 }
 
 /// Everything that can go wrong. Each message names the field and both values.
@@ -261,6 +263,14 @@ pub enum Error {
         /// What it returned.
         code: i32,
     },
+    /// A transfer that the progress callback ended.
+    #[error("cancelled after {done} of {total} bytes")]
+    Cancelled {
+        /// Bytes that had been moved.
+        done: u64,
+        /// Bytes to move.
+        total: u64,
+    },
     /// A caught panic.
     #[error("internal error: {0}")]
     Internal(String),
@@ -302,6 +312,7 @@ impl Error {
             Self::Io { .. } => Status::Io,
             Self::OutOfMemory { .. } => Status::OutOfMemory,
             Self::Callback { .. } => Status::Callback,
+            Self::Cancelled { .. } => Status::Cancelled,
             Self::Internal(_) => Status::Internal,
         }
     }

@@ -202,6 +202,7 @@ fn number_in_c(status: Status) -> (&'static str, i32) {
         OutOfMemory = KVS_STATUS_OUT_OF_MEMORY,
         Internal = KVS_STATUS_INTERNAL,
         Callback = KVS_STATUS_CALLBACK,
+        Cancelled = KVS_STATUS_CANCELLED,
     )
 }
 
@@ -228,6 +229,7 @@ fn every_status_constant_of_the_header_is_the_number_of_a_status() {
         S::OutOfMemory,
         S::Internal,
         S::Callback,
+        S::Cancelled,
     ];
     let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
     let in_header: BTreeMap<&str, i32> = header

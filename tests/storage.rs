@@ -5,8 +5,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use kvstate::error::{Error, Result};
-use kvstate::storage::{Plane, PlaneShape, Region, Scatter, TensorAccess, gather, scatter};
-use kvstate::types::{Move, Run};
+use kvstate::storage::{
+    CellMap, Plane, PlaneShape, Region, Scatter, TensorAccess, TensorBytes, Threads, gather, scatter,
+};
+use kvstate::types::Move;
 use proptest::prelude::*;
 use proptest::sample::select;
 
@@ -160,16 +162,24 @@ fn memory_and_cells() -> impl Strategy<Value = (Memory, Vec<u32>)> {
 
 fn gather_one(region: Region<'_>) -> Vec<u8> {
     let mut out = vec![0; usize::try_from(region.bytes()).unwrap()];
-    gather(&[(0, region)], &mut out).unwrap();
+    gather(&[(0, region)], &mut out, Threads::new(1)).unwrap();
     out
+}
+
+fn scatter_one(plane: &mut Plane, map: &CellMap, n_src: u32, src: &[u8]) -> Result<()> {
+    scatter_all(vec![Scatter { plane, map, n_src, src: TensorBytes::Memory(src) }])
+}
+
+fn scatter_all(mut batch: Vec<Scatter<'_>>) -> Result<()> {
+    scatter(&mut batch, Threads::new(1), None)
 }
 
 fn is_refused(result: &Result<()>) -> bool {
     matches!(result, Err(Error::InvalidArgument { .. }))
 }
 
-fn runs_of(cells: &[u32]) -> Arc<[Run]> {
-    Run::of_sorted(cells).into()
+fn map_of(cells: &[u32]) -> Arc<CellMap> {
+    Arc::new(CellMap::of_cells(cells).unwrap())
 }
 
 proptest! {
@@ -177,24 +187,23 @@ proptest! {
     fn gather_writes_cells_in_blob_order((mut memory, cells) in memory_and_cells()) {
         let expected = memory.gathered(&cells);
         let plane = memory.plane();
-        let region = Region::new(&plane, &runs_of(&cells)).unwrap();
+        let region = Region::new(&plane, &map_of(&cells)).unwrap();
         prop_assert_eq!(region.bytes(), expected.len() as u64);
         prop_assert_eq!(gather_one(region), expected);
     }
 
     #[test]
-    fn gather_keeps_the_order_of_the_runs(
+    fn gather_keeps_the_order_of_the_cells(
         (mut memory, cells) in memory_and_cells(), swap in any::<prop::sample::Index>()
     ) {
-        let mut runs = Run::of_sorted(&cells);
-        if !runs.is_empty() {
-            let middle = swap.index(runs.len());
-            runs.rotate_left(middle);
+        let mut cells = cells;
+        if !cells.is_empty() {
+            let middle = swap.index(cells.len());
+            cells.rotate_left(middle);
         }
-        let cells: Vec<u32> = runs.iter().flat_map(|run| run.start..run.start + run.len).collect();
         let expected = memory.gathered(&cells);
         let plane = memory.plane();
-        prop_assert_eq!(gather_one(Region::new(&plane, &runs.into()).unwrap()), expected);
+        prop_assert_eq!(gather_one(Region::new(&plane, &map_of(&cells)).unwrap()), expected);
     }
 
     #[test]
@@ -204,18 +213,18 @@ proptest! {
         let (a_blob, b_blob) = (a.gathered(&a_cells), b.gathered(&b_cells));
         let (a, b) = (a.plane(), b.plane());
         let batch = [
-            (b_blob.len() as u64 + gap as u64, Region::new(&a, &runs_of(&a_cells)).unwrap()),
-            (0, Region::new(&b, &runs_of(&b_cells)).unwrap()),
+            (b_blob.len() as u64 + gap as u64, Region::new(&a, &map_of(&a_cells)).unwrap()),
+            (0, Region::new(&b, &map_of(&b_cells)).unwrap()),
         ];
         let expected = [&b_blob[..], &vec![0xEE; gap], &a_blob, &[0xEE; 3]].concat();
         let mut out = vec![0xEE; expected.len()];
-        gather(&batch, &mut out).unwrap();
+        gather(&batch, &mut out, Threads::new(1)).unwrap();
         prop_assert_eq!(&out, &expected);
 
         let need = expected.len() - 3;
         if need > 0 {
             let mut out = vec![0xEE; need - 1];
-            let error = gather(&batch, &mut out).unwrap_err();
+            let error = gather(&batch, &mut out, Threads::new(1)).unwrap_err();
             let (wanted, size) = (need as u64, need as u64 - 1);
             let named = matches!(error, Error::BufferTooSmall { need, size: s } if (need, s) == (wanted, size));
             prop_assert!(named, "{}", error);
@@ -233,7 +242,7 @@ proptest! {
         };
         let plane = memory.plane();
         let mut joined = Vec::new();
-        for piece in Region::new(&plane, &runs_of(&cells)).unwrap().split(max) {
+        for piece in Region::new(&plane, &map_of(&cells)).unwrap().split(max) {
             prop_assert!(piece.bytes() > 0 && piece.bytes() <= max.max(least));
             // Pieces can be split again.
             for piece in piece.split(max / 3) {
@@ -248,7 +257,7 @@ proptest! {
         let order = memory.blob_order(&cells);
         let in_one_piece = !order.is_empty() && order.windows(2).all(|pair| pair[0] + 1 == pair[1]);
         let plane = memory.plane();
-        let region = Region::new(&plane, &runs_of(&cells)).unwrap();
+        let region = Region::new(&plane, &map_of(&cells)).unwrap();
         prop_assert_eq!(region.as_contiguous().is_some(), in_one_piece);
         for piece in region.clone().split(max).chain([region]) {
             if let Some(bytes) = piece.as_contiguous() {
@@ -264,16 +273,15 @@ proptest! {
         // The blob has spare cells in front; the others go to `cells`, in order or back to front.
         let n_src = spare + u32::try_from(cells.len()).unwrap();
         let order: Vec<u32> = if reverse { cells.iter().rev().copied().collect() } else { cells };
-        let moves = Move::of_pairs((spare..).zip(order.iter().copied()));
+        let map = CellMap::new(Move::of_pairs((spare..).zip(order.iter().copied()))).unwrap();
         let source = Memory::new(n_src, dense_like(memory.shape, n_src), seed);
         let blob = source.gathered(&(0..n_src).collect::<Vec<_>>());
         let moved = source.gathered(&(spare..n_src).collect::<Vec<_>>());
         let expected = memory.clone().scattered(&moved, &order);
 
         let mut plane = memory.plane();
-        scatter(vec![Scatter { plane: &mut plane, moves: &moves, n_src, src: &blob }]).unwrap();
-        let runs: Arc<[Run]> = moves.iter().map(|m| Run { start: m.dst, len: m.len }).collect();
-        prop_assert_eq!(gather_one(Region::new(&plane, &runs).unwrap()), moved);
+        scatter_one(&mut plane, &map, n_src, &blob).unwrap();
+        prop_assert_eq!(gather_one(Region::new(&plane, &map_of(&order)).unwrap()), moved);
         prop_assert_eq!(memory.bytes, expected.bytes);
     }
 
@@ -283,7 +291,7 @@ proptest! {
     ) {
         let remote = Remote::new(&memory, usize::MAX);
         let plane = remote.plane(&memory);
-        let region = Region::new(&plane, &runs_of(&cells)).unwrap();
+        let region = Region::new(&plane, &map_of(&cells)).unwrap();
         prop_assert_eq!(region.tensor(), TENSOR);
         let pieces: Vec<u8> = region.clone().split(max).flat_map(gather_one).collect();
         prop_assert_eq!(&pieces, &memory.gathered(&cells));
@@ -297,22 +305,23 @@ proptest! {
     ) {
         let n_src = spare + u32::try_from(cells.len()).unwrap();
         let order: Vec<u32> = if reverse { cells.iter().rev().copied().collect() } else { cells };
-        let moves = Move::of_pairs((spare..).zip(order.iter().copied()));
+        let map = CellMap::new(Move::of_pairs((spare..).zip(order.iter().copied()))).unwrap();
         let source = Memory::new(n_src, dense_like(memory.shape, n_src), 3);
         let blob = source.gathered(&(0..n_src).collect::<Vec<_>>());
         let moved = source.gathered(&(spare..n_src).collect::<Vec<_>>());
 
         let remote = Remote::new(&memory, usize::MAX);
         let mut plane = remote.plane(&memory);
-        scatter(vec![Scatter { plane: &mut plane, moves: &moves, n_src, src: &blob }]).unwrap();
+        scatter_one(&mut plane, &map, n_src, &blob).unwrap();
         prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&moved, &order).bytes);
     }
 
     #[test]
-    fn a_remote_plane_is_zeroed_like_one_in_host_memory((memory, cells) in memory_and_cells()) {
+    fn a_remote_plane_is_zeroed_like_one_in_host_memory((memory, _) in memory_and_cells()) {
+        let cells: Vec<u32> = (0..memory.kv_size).collect();
         let zeroes = vec![0; memory.blob_order(&cells).len()];
         let remote = Remote::new(&memory, usize::MAX);
-        remote.plane(&memory).zero(&runs_of(&cells)).unwrap();
+        remote.plane(&memory).zero_all().unwrap();
         prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&zeroes, &cells).bytes);
     }
 
@@ -321,7 +330,7 @@ proptest! {
         let order = memory.blob_order(&cells);
         let plane = memory.plane();
         let mut named = Vec::new();
-        let region = Region::new(&plane, &runs_of(&cells)).unwrap();
+        let region = Region::new(&plane, &map_of(&cells)).unwrap();
         region.each_piece(|offset, bytes| {
             let start = GUARD + usize::try_from(offset).unwrap();
             named.extend(start..start + bytes);
@@ -331,12 +340,7 @@ proptest! {
     }
 
     #[test]
-    fn zero_clears_the_cells_and_no_other_byte((mut memory, cells) in memory_and_cells()) {
-        let zeroes = vec![0; memory.blob_order(&cells).len()];
-        let expected = memory.clone().scattered(&zeroes, &cells);
-        memory.plane().zero(&runs_of(&cells)).unwrap();
-        prop_assert_eq!(&memory.bytes, &expected.bytes);
-
+    fn zero_all_clears_the_cells_and_no_other_byte((mut memory, _) in memory_and_cells()) {
         let cells: Vec<u32> = (0..memory.kv_size).collect();
         let zeroes = vec![0; memory.blob_order(&cells).len()];
         let expected = memory.clone().scattered(&zeroes, &cells);
@@ -348,49 +352,75 @@ proptest! {
     fn copy_cells_from_copies_the_cells_and_no_other_byte((mut memory, cells) in memory_and_cells(), seed in any::<u64>()) {
         let mut source = Memory::new(memory.kv_size, memory.shape, seed);
         let expected = memory.clone().scattered(&source.gathered(&cells), &cells);
-        memory.plane().copy_cells_from(&source.plane(), &runs_of(&cells)).unwrap();
+        memory.plane().copy_cells_from(&source.plane(), &map_of(&cells)).unwrap();
         prop_assert_eq!(memory.bytes, expected.bytes);
     }
 
     #[test]
-    fn runs_and_moves_outside_are_refused_and_change_nothing(
-        (mut memory, cells) in memory_and_cells(), start in any::<u32>(), len in any::<u32>(), near in any::<bool>()
+    fn maps_that_leave_the_plane_or_the_blob_are_refused_and_change_nothing(
+        (mut memory, cells) in memory_and_cells(), start in any::<u32>(), len in 1..u32::MAX, near in any::<bool>()
     ) {
         let kv_size = memory.kv_size;
         let (start, len) = if near { (start % kv_size, kv_size - start % kv_size + 1) } else { (start, len) };
-        prop_assume!(len == 0 || u64::from(start) + u64::from(len) > u64::from(kv_size));
+        prop_assume!(u64::from(start) + u64::from(len) > u64::from(kv_size));
+        prop_assume!(start.checked_add(len).is_some());
         let before = memory.bytes.clone();
         let blob = noise(memory.blob_order(&(0..kv_size).collect::<Vec<_>>()).len(), 1);
         let mut other = Memory::new(kv_size, memory.shape, 1);
         let mut fine = Memory::new(kv_size, memory.shape, 2);
         let fine_before = fine.bytes.clone();
-        let good = Move { src: 0, dst: 0, len: kv_size };
+        let good = CellMap::of_run(0, kv_size).unwrap();
 
-        let mut runs = Run::of_sorted(&cells);
-        runs.push(Run { start, len });
+        let inside = cells.iter().copied().filter(|&cell| cell < start);
+        let outside = Arc::new(CellMap::new(Move::of_pairs((0..).zip(inside.chain(start..start + len.min(99))))).unwrap());
         let mut plane = memory.plane();
-        prop_assert!(is_refused(&plane.zero(&runs)));
-        prop_assert!(is_refused(&plane.copy_cells_from(&other.plane(), &runs)));
-        prop_assert!(is_refused(&Region::new(&plane, &runs.into()).map(drop)));
+        if outside.dst_end() > kv_size {
+            prop_assert!(is_refused(&plane.copy_cells_from(&other.plane(), &outside)));
+            prop_assert!(is_refused(&Region::new(&plane, &outside).map(drop)));
+        }
 
         let mut fine_plane = fine.plane();
         for bad in [Move { src: start, dst: 0, len }, Move { src: 0, dst: start, len }] {
             // The part before it is fine, but is not written either.
-            let result = scatter(vec![
-                Scatter { plane: &mut fine_plane, moves: &[good], n_src: kv_size, src: &blob },
-                Scatter { plane: &mut plane, moves: &[bad], n_src: kv_size, src: &blob },
+            let bad = CellMap::new(vec![bad]).unwrap();
+            let result = scatter_all(vec![
+                Scatter { plane: &mut fine_plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(&blob) },
+                Scatter { plane: &mut plane, map: &bad, n_src: kv_size, src: TensorBytes::Memory(&blob) },
             ]);
             prop_assert!(is_refused(&result));
         }
         for src in [&blob[1..], &[&blob[..], &[0]].concat()] {
-            let result = scatter(vec![
-                Scatter { plane: &mut fine_plane, moves: &[good], n_src: kv_size, src: &blob },
-                Scatter { plane: &mut plane, moves: &[good], n_src: kv_size, src },
+            let result = scatter_all(vec![
+                Scatter { plane: &mut fine_plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(&blob) },
+                Scatter { plane: &mut plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(src) },
             ]);
             prop_assert!(is_refused(&result));
         }
         prop_assert_eq!(memory.bytes, before);
         prop_assert_eq!(fine.bytes, fine_before);
+    }
+
+    #[test]
+    fn a_map_takes_moves_that_are_apart_and_no_others(
+        moves in prop::collection::vec((0..12_u32, 0..12_u32, 0..4_u32), 0..5)
+    ) {
+        let moves: Vec<Move> = moves.into_iter().map(|(src, dst, len)| Move { src, dst, len }).collect();
+        let ends: Vec<u32> = moves.iter().map(|m| m.src + m.len).collect();
+        let ascends = moves.iter().skip(1).zip(&ends).all(|(m, &end)| m.src >= end);
+        let mut named: Vec<u32> = moves.iter().flat_map(|m| m.dst..m.dst + m.len).collect();
+        let n_cells = named.len();
+        named.sort_unstable();
+        named.dedup();
+        let is_map = ascends && named.len() == n_cells && moves.iter().all(|m| m.len > 0);
+        match CellMap::new(moves) {
+            Ok(map) => {
+                prop_assert!(is_map);
+                prop_assert_eq!(map.n_cells() as usize, n_cells);
+                prop_assert_eq!(map.src_end(), ends.last().copied().unwrap_or(0));
+                prop_assert_eq!(map.dst_end(), named.last().map_or(0, |cell| cell + 1));
+            }
+            Err(error) => prop_assert!(!is_map, "{}", error),
+        }
     }
 
     #[test]
@@ -459,15 +489,17 @@ fn remote_rows(calls_left: usize) -> (Memory, Arc<Remote>) {
     (memory, remote)
 }
 
-const ALL_ROWS: Run = Run { start: 0, len: 3 };
+fn all_rows() -> Arc<CellMap> {
+    Arc::new(CellMap::of_run(0, 3).unwrap())
+}
 
 #[test]
 fn a_get_that_fails_is_the_error_of_gather() {
     for calls_left in 0..3 {
         let (memory, remote) = remote_rows(calls_left);
         let plane = remote.plane(&memory);
-        let region = Region::new(&plane, &[ALL_ROWS].into()).unwrap();
-        let error = gather(&[(0, region)], &mut [0; 12]).unwrap_err();
+        let region = Region::new(&plane, &all_rows()).unwrap();
+        let error = gather(&[(0, region)], &mut [0; 12], Threads::default()).unwrap_err();
         assert_eq!(error.to_string(), "get of the caller failed: 7", "call {calls_left}");
     }
 }
@@ -476,9 +508,8 @@ fn a_get_that_fails_is_the_error_of_gather() {
 fn a_set_that_fails_is_the_error_of_scatter_and_zero() {
     for calls_left in 0..3 {
         let (memory, remote) = remote_rows(calls_left);
-        let moves = [Move { src: 0, dst: 0, len: 3 }];
         let mut plane = remote.plane(&memory);
-        let result = scatter(vec![Scatter { plane: &mut plane, moves: &moves, n_src: 3, src: &[9; 12] }]);
+        let result = scatter_one(&mut plane, &all_rows(), 3, &[9; 12]);
         assert_eq!(result.unwrap_err().to_string(), "set of the caller failed: 7", "call {calls_left}");
         let written = memory.blob_order(&(0..u32::try_from(calls_left).unwrap()).collect::<Vec<_>>());
         let bytes = remote.bytes.lock().unwrap();
@@ -496,16 +527,9 @@ fn a_remote_plane_is_checked_like_one_in_host_memory() {
     let (memory, remote) = remote_rows(0);
     let mut plane = remote.plane(&memory);
     assert!(plane.as_ptr().is_null());
-    let outside = [Run { start: 1, len: 3 }];
-    assert!(is_refused(&plane.zero(&outside)));
-    assert!(is_refused(&Region::new(&plane, &outside.into()).map(drop)));
-    let moves = [Move { src: 0, dst: 1, len: 3 }];
-    assert!(is_refused(&scatter(vec![Scatter {
-        plane: &mut plane,
-        moves: &moves,
-        n_src: 3,
-        src: &[9; 12]
-    }])));
+    let outside = Arc::new(CellMap::of_run(1, 3).unwrap());
+    assert!(is_refused(&Region::new(&plane, &outside).map(drop)));
+    assert!(is_refused(&scatter_one(&mut plane, &outside, 3, &[9; 12])));
     let overlapping = PlaneShape::Rows { row_size: 4, cell_stride: 3 };
     assert!(is_refused(&Plane::remote(remote, TENSOR, 2, overlapping).map(drop)));
 }
@@ -514,32 +538,33 @@ fn a_remote_plane_is_checked_like_one_in_host_memory() {
 fn cells_are_not_copied_between_tensors_behind_calls() {
     let (mut memory, remote) = remote_rows(usize::MAX);
     let mut plane = remote.plane(&memory);
-    assert!(is_refused(&plane.copy_cells_from(&memory.plane(), &[ALL_ROWS])));
+    assert!(is_refused(&plane.copy_cells_from(&memory.plane(), &all_rows())));
     let before = memory.bytes.clone();
-    assert!(is_refused(&memory.plane().copy_cells_from(&plane, &[ALL_ROWS])));
+    assert!(is_refused(&memory.plane().copy_cells_from(&plane, &all_rows())));
     assert_eq!(memory.bytes, before);
 }
 
 #[test]
 fn a_large_remote_plane_is_zeroed_in_pieces() {
-    let memory = Memory::new(5, PlaneShape::dense_rows(50_000), 1);
+    let memory = Memory::new(4, PlaneShape::dense_rows(50_000), 1);
     let remote = Remote::new(&memory, 4);
-    remote.plane(&memory).zero(&[Run { start: 1, len: 4 }]).unwrap();
+    remote.plane(&memory).zero_all().unwrap();
     assert_eq!(remote.calls_left.load(Ordering::Relaxed), 0);
-    let expected = memory.scattered(&vec![0; 200_000], &[1, 2, 3, 4]);
+    let expected = memory.scattered(&vec![0; 200_000], &[0, 1, 2, 3]);
     assert!(*remote.bytes.lock().unwrap() == expected.bytes);
 }
 
 #[test]
-fn repeated_runs_cannot_outnumber_the_cells() {
+fn a_region_has_every_cell_of_its_blob() {
     let planes = Plane::allocate(&[PlaneShape::dense_rows(1)], 4).unwrap();
-    let run = Run { start: 0, len: 3 };
-    assert!(is_refused(&Region::new(&planes[0], &[run, run].into()).map(drop)));
+    let gap = CellMap::new(vec![Move { src: 1, dst: 0, len: 1 }]).unwrap();
+    let error = Region::new(&planes[0], &Arc::new(gap)).unwrap_err();
+    assert_eq!(error.to_string(), "map: 1 cells of a blob of 2");
 }
 
 #[test]
 fn copy_cells_from_refuses_another_shape_or_size() {
-    let run = [Run { start: 0, len: 1 }];
+    let run = CellMap::of_run(0, 1).unwrap();
     let rows = PlaneShape::dense_rows;
     let mut plane = Plane::allocate(&[rows(4)], 8).unwrap().remove(0);
     for other in [Plane::allocate(&[rows(5)], 8), Plane::allocate(&[rows(4)], 9)] {
@@ -557,9 +582,9 @@ fn allocated_planes_are_zeroed_and_apart() {
     ];
     let mut planes = Plane::allocate(&shapes.repeat(2), kv_size).unwrap();
     assert_eq!(planes.len(), 6);
-    let runs: Arc<[Run]> = [Run { start: 0, len: kv_size }].into();
+    let all = Arc::new(CellMap::of_run(0, kv_size).unwrap());
     for plane in &planes {
-        assert!(gather_one(Region::new(plane, &runs).unwrap()).iter().all(|&byte| byte == 0));
+        assert!(gather_one(Region::new(plane, &all).unwrap()).iter().all(|&byte| byte == 0));
     }
     // Planes outlive each other, and hold what was written into them.
     let blobs: Vec<Vec<u8>> = planes
@@ -569,16 +594,15 @@ fn allocated_planes_are_zeroed_and_apart() {
             noise(kv_size as usize * usize::try_from(plane.shape().cell_bytes()).unwrap(), seed)
         })
         .collect();
-    let moves = [Move { src: 0, dst: 0, len: kv_size }];
     let batch = planes
         .iter_mut()
         .zip(&blobs)
-        .map(|(plane, src)| Scatter { plane, moves: &moves, n_src: kv_size, src })
+        .map(|(plane, src)| Scatter { plane, map: &all, n_src: kv_size, src: TensorBytes::Memory(src) })
         .collect();
-    scatter(batch).unwrap();
+    scatter_all(batch).unwrap();
     drop(planes.remove(0));
     for (plane, blob) in planes.iter().zip(&blobs[1..]) {
-        assert_eq!(&gather_one(Region::new(plane, &runs).unwrap()), blob);
+        assert_eq!(&gather_one(Region::new(plane, &all).unwrap()), blob);
     }
     assert!(Plane::allocate(&[], kv_size).unwrap().is_empty());
 }
@@ -605,7 +629,7 @@ fn memory_that_cannot_be_had_is_an_error() {
 fn a_large_allocation_costs_nothing_until_it_is_written() {
     // 64 GiB of addresses: more than a test machine has to spare.
     match Plane::allocate(&[PlaneShape::dense_rows(1 << 20)], 1 << 16) {
-        Ok(planes) => assert_eq!(gather_one(Region::new(&planes[0], &runs_of(&[7])).unwrap()).len(), 1 << 20),
+        Ok(planes) => assert_eq!(gather_one(Region::new(&planes[0], &map_of(&[7])).unwrap()).len(), 1 << 20),
         Err(error) => assert!(matches!(error, Error::OutOfMemory { .. }), "{error}"),
     }
 }
@@ -642,20 +666,20 @@ fn large_regions_are_copied_byte_for_byte_whatever_their_alignment() {
             Plane::adopt(memory.as_mut_ptr().add(shift), KV_SIZE, PlaneShape::dense_rows(ROW as u64))
         }
         .unwrap();
-        let runs = [Run { start: 1, len: 1 }, Run { start: 3, len: 2 }, Run { start: 17, len: 2900 }];
+        let cells: Vec<u32> = (1..2).chain(3..5).chain(17..2917).collect();
         let row = |cell: u32| &bytes[shift + cell as usize * ROW..][..ROW];
-        let expected: Vec<u8> =
-            runs.iter().flat_map(|run| (run.start..run.start + run.len).flat_map(row)).copied().collect();
+        let expected: Vec<u8> = cells.iter().flat_map(|&cell| row(cell)).copied().collect();
 
         let mut out = vec![0; expected.len() + 3];
-        gather(&[(3, Region::new(&plane, &runs.into()).unwrap())], &mut out).unwrap();
+        gather(&[(3, Region::new(&plane, &map_of(&cells)).unwrap())], &mut out, Threads::new(3)).unwrap();
         assert!(out[3..] == expected, "gather at {shift}");
         assert_eq!(out[..3], [0; 3]);
 
         // Back to other cells: those are the rows that change, and no other byte.
-        let moves = [Move { src: 0, dst: 2999, len: 2903 }];
-        let n_src = 2903;
-        scatter(vec![Scatter { plane: &mut plane, moves: &moves, n_src, src: &expected }]).unwrap();
+        let map = CellMap::of_run(2999, 2903).unwrap();
+        let src = TensorBytes::Memory(&expected);
+        scatter(&mut [Scatter { plane: &mut plane, map: &map, n_src: 2903, src }], Threads::new(3), None)
+            .unwrap();
         let mut after = bytes.clone();
         after[shift + 2999 * ROW..][..expected.len()].copy_from_slice(&expected);
         assert!(memory == after, "scatter at {shift}");

@@ -185,7 +185,7 @@ fn restore(owners: &[Owner], blob: &[u8], dest: SeqId, flags: StateFlags) -> Res
     }
     reader.finish()?;
     assert_eq!(reader.offset(), end, "planning and reading consume the same bytes");
-    Ok(end)
+    Ok(usize::try_from(end).unwrap())
 }
 
 /// Reads one owner's section in turns.
@@ -486,7 +486,7 @@ fn sections_of_the_caller_stand_between_views() {
     reader.read(&mut middle).expect("metadata");
     assert_eq!((&first, &middle), (b"first", b"middle"));
     reader.plan_kv_cache(&pair.owners[1].view(), 1, NONE, None).expect("a plan");
-    assert_eq!((reader.offset(), reader.left()), (blob.len(), 0));
+    assert_eq!((reader.offset(), reader.left()), (blob.len() as u64, 0));
     reader.rewind();
     assert_eq!(reader.offset(), 8);
     reader.read(&mut first).expect("metadata");
@@ -810,7 +810,7 @@ fn a_legacy_partial_state_is_checked_and_dropped_when_that_is_said() {
     let before = owner.image();
     let mut reader = StateReader::of_seq(&blob).expect("a state");
     let slots = reader.plan_kv_cache(&owner.view(), 1, PARTIAL, None).expect("nothing to read");
-    assert_eq!((slots, reader.left()), (vec![vec![]], blob.len() - 8));
+    assert_eq!((slots, reader.left()), (vec![vec![]], blob.len() as u64 - 8));
     reader.restart(true);
     assert_eq!(reader.offset(), 8);
     let slots = reader.plan_kv_cache(&owner.view(), 1, PARTIAL, None).expect("a section to drop");

@@ -13,7 +13,7 @@ use crate::format::GgmlType;
 use crate::memory::{
     KvParams, KvPlanes, LayerParams, LegacyRotation, SectionParams, Streams, TensorParams, swa_kv_size,
 };
-use crate::storage::{Plane, PlaneShape};
+use crate::storage::{Plane, PlaneShape, Threads};
 use crate::types::{Swa, SwaType};
 
 /// Type numbers of ggml that K and V may have; any other number of ggml's is accepted for its size.
@@ -412,6 +412,8 @@ unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
         arch.to_str().map_err(|_| Error::arg("arch", "not UTF-8"))?.to_owned()
     };
     Ok(ContextParams {
+        threads: Threads::default(),
+        progress: None,
         n_seq_max: params.n_seq_max,
         unified,
         arch,

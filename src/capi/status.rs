@@ -48,6 +48,8 @@ pub const KVS_STATUS_OUT_OF_MEMORY: kvs_status = 16;
 pub const KVS_STATUS_INTERNAL: kvs_status = 17;
 /// A callback of the caller returned something other than 0.
 pub const KVS_STATUS_CALLBACK: kvs_status = 18;
+/// The progress callback asked for an end.
+pub const KVS_STATUS_CANCELLED: kvs_status = 19;
 
 struct LastError {
     status: kvs_status,

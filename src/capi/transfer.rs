@@ -355,14 +355,14 @@ pub unsafe extern "C" fn kvs_state_reader_tokens(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_offset(reader: *mut kvs_state_reader) -> usize {
     // SAFETY: the contract of all calls.
-    value_or(0, || unsafe { with_tagged(reader, |r| Ok(r.reader.offset())) })
+    value_or(0, || unsafe { with_tagged(reader, |r| Ok(size(r.reader.offset()))) })
 }
 
 /// Bytes that are left.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_left(reader: *mut kvs_state_reader) -> usize {
     // SAFETY: the contract of all calls.
-    value_or(0, || unsafe { with_tagged(reader, |r| Ok(r.reader.left())) })
+    value_or(0, || unsafe { with_tagged(reader, |r| Ok(size(r.reader.left()))) })
 }
 
 /// Goes back to the first section, to read what was planned.
@@ -496,4 +496,9 @@ fn check_seq_id(seq_id: kvs_seq_id) -> Result<()> {
         return Ok(());
     }
     Err(Error::SeqId { seq_id, n_seq_max })
+}
+
+/// As a `size_t`, which has 64 bits wherever the crate builds.
+fn size(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
 }

@@ -150,6 +150,12 @@ impl Cells {
         })
     }
 
+    /// Whether `cell` holds something.
+    #[must_use]
+    pub fn is_used(&self, cell: u32) -> bool {
+        self.used.contains(cell)
+    }
+
     /// By how much the K of `cell` is still to be rotated.
     #[must_use]
     pub fn shift(&self, cell: u32) -> Pos {

@@ -11,9 +11,10 @@ use crate::cells::CellMeta;
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
-    KvCache, LegacyRotation, Memory, ReadParams, Scope, SectionParams, Streams, WriteParams,
+    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, Scope, SectionParams, Streams, WriteParams,
 };
-use crate::state::{CountSink, DeviceSink, DeviceState, Sink, SliceSink, Source};
+use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source};
+use crate::storage::{ProgressCallback, Threads};
 use crate::types::{Pos, PosRange, Seq, SeqId, StateFlags};
 
 /// What a context is made of.
@@ -36,6 +37,10 @@ pub struct ContextParams {
     pub max_masked_cells: Option<u32>,
     /// Whether a save waits for the disk before the file is renamed into place.
     pub sync_files: bool,
+    /// Threads that copy tensors.
+    pub threads: Threads,
+    /// Called while a file is saved or loaded.
+    pub progress: Option<ProgressCallback>,
 }
 
 impl ContextParams {
@@ -51,6 +56,8 @@ impl ContextParams {
             legacy_rotation: None,
             max_masked_cells: None,
             sync_files: true,
+            threads: Threads::default(),
+            progress: None,
         }
     }
 }
@@ -105,6 +112,8 @@ pub struct Context {
     legacy_rotation: Option<LegacyRotation>,
     max_masked_cells: Option<u32>,
     pub(crate) sync_files: bool,
+    threads: Threads,
+    progress: Option<ProgressCallback>,
     /// The one live `ON_DEVICE` state of each sequence.
     device_states: HashMap<SeqId, DeviceState>,
     /// Counts changes of cells, so that a slot knows whether it was prepared for the cache as it is.
@@ -127,6 +136,8 @@ impl Context {
             legacy_rotation: params.legacy_rotation,
             max_masked_cells: params.max_masked_cells,
             sync_files: params.sync_files,
+            threads: params.threads,
+            progress: params.progress,
             device_states: HashMap::new(),
             generation: 0,
         })
@@ -367,14 +378,14 @@ impl Context {
             let mut sink = DeviceSink::new(dst);
             sink.write(&DeviceState::header(seq_id))?;
             self.memory.state_write(&mut sink, params)?;
-            let (len, tensors) = sink.finish()?;
+            let (len, tensors) = sink.finish(self.threads)?;
             self.device_states.insert(seq_id, DeviceState::new(dst.to_vec(), tensors, flags));
             Ok(len)
         } else {
             let mut sink = SliceSink::new(dst);
             sink.write(&format::seq_blob_header(seq_id))?;
             self.memory.state_write(&mut sink, params)?;
-            sink.finish()
+            sink.finish(self.threads)
         }
     }
 
@@ -403,8 +414,8 @@ impl Context {
             );
         }
         self.generation += 1;
-        self.memory.state_commit(&plan)?;
-        Ok(plan.end.metadata.offset())
+        self.memory.state_commit(&plan, self.threads, None)?;
+        Ok(consumed(&plan))
     }
 
     // The state of the whole context
@@ -428,7 +439,7 @@ impl Context {
         self.apply_shifts(self.write_params(Scope::Whole, StateFlags::empty()))?;
         let mut sink = SliceSink::new(dst);
         self.write_whole(&mut sink)?;
-        sink.finish()
+        sink.finish(self.threads)
     }
 
     /// Replaces all sequences by the state in `src`; returns the bytes consumed.
@@ -436,7 +447,10 @@ impl Context {
     /// # Errors
     /// As [`Context::state_seq_set_data`]; the context is unchanged then, byte for byte.
     pub fn state_set_data(&mut self, src: &[u8]) -> Result<usize> {
-        self.read_whole(Source::blob(Cursor::new(src)), false)
+        let plan = self.plan_whole(Source::blob(Cursor::new(src)))?;
+        self.generation += 1;
+        self.memory.state_commit(&plan, self.threads, None)?;
+        Ok(consumed(&plan))
     }
 
     fn write_whole<'a>(&'a self, sink: &mut impl Sink<'a>) -> Result<()> {
@@ -447,10 +461,9 @@ impl Context {
         self.memory.state_write(sink, self.write_params(Scope::Whole, StateFlags::empty()))
     }
 
-    /// With `to_the_end`, bytes behind the state are an error.
-    pub(crate) fn read_whole(&mut self, mut source: Source<'_>, to_the_end: bool) -> Result<usize> {
-        let arch_len = source.metadata.u32("arch length")?;
-        let arch = source.metadata.bytes("arch", u64::from(arch_len))?;
+    fn plan_whole<'a>(&self, mut source: Source<'a>) -> Result<MemoryPlan<'a>> {
+        let arch_len = source.u32("arch length")?;
+        let arch = source.bytes("arch", u64::from(arch_len))?;
         if arch != self.arch.as_bytes() {
             return Err(Error::Mismatch {
                 what: "wrong model arch",
@@ -459,18 +472,7 @@ impl Context {
                 place: "whole context".into(),
             });
         }
-        let plan = self.memory.state_plan(&source, StateFlags::empty(), self.read_params(Scope::Whole))?;
-        let left = plan.end.metadata.left();
-        if to_the_end && left > 0 {
-            return Err(Error::corrupt(
-                "did not read all of the session file data",
-                format_args!("{left} bytes behind the state"),
-                "none",
-            ));
-        }
-        self.generation += 1;
-        self.memory.state_commit(&plan)?;
-        Ok(plan.end.metadata.offset())
+        self.memory.state_plan(&source, StateFlags::empty(), self.read_params(Scope::Whole))
     }
 
     // For the session floor: a state inside a file has no blob header.
@@ -489,13 +491,24 @@ impl Context {
         self.apply_shifts(self.write_params(scope, StateFlags::empty()))
     }
 
-    /// Returns the offset behind the state, counted from the start of the source.
-    pub(crate) fn read_file_state(&mut self, source: &Source<'_>, dest: Seq) -> Result<usize> {
-        let params = self.read_params(Scope::Seq(dest));
-        let plan = self.memory.state_plan(source, StateFlags::empty(), params)?;
+    /// What the state of a file would do: of a sequence to be read as `dest`, or of the whole context.
+    pub(crate) fn plan_file_state<'a>(
+        &self,
+        source: Source<'a>,
+        dest: Option<Seq>,
+    ) -> Result<MemoryPlan<'a>> {
+        match dest {
+            Some(dest) => {
+                let params = self.read_params(Scope::Seq(dest));
+                self.memory.state_plan(&source, StateFlags::empty(), params)
+            }
+            None => self.plan_whole(source),
+        }
+    }
+
+    pub(crate) fn commit_file_state(&mut self, plan: &MemoryPlan<'_>) -> Result<()> {
         self.generation += 1;
-        self.memory.state_commit(&plan)?;
-        Ok(plan.end.metadata.offset())
+        self.memory.state_commit(plan, self.threads, self.progress.as_mut())
     }
 
     pub(crate) fn check_stream(&self, stream: usize) -> Result<()> {
@@ -517,6 +530,11 @@ impl Context {
             kv.apply(stream, cells, metas);
         }
     }
+}
+
+/// Offset behind a state in memory.
+fn consumed(plan: &MemoryPlan<'_>) -> usize {
+    usize::try_from(plan.end.offset()).expect("it lies in memory")
 }
 
 fn fitting(dst: &mut [u8], need: u64) -> Result<&mut [u8]> {

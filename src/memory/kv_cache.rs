@@ -3,8 +3,8 @@
 use super::geometry::{Geometry, KvParams, Streams};
 use crate::cells::{CellMeta, Cells};
 use crate::error::{Error, Result};
-use crate::storage::{Plane, PlaneShape};
-use crate::types::{Pos, PosRange, Run, Seq};
+use crate::storage::{CellMap, Plane, PlaneShape};
+use crate::types::{Pos, PosRange, Seq};
 
 /// The planes of an attention cache whose memory belongs to somebody else.
 ///
@@ -123,14 +123,14 @@ impl KvCache {
         let [from, to] = self.cells.get_disjoint_mut([s0, s1]).expect("two different streams");
         to.clear();
         to.seq_cp_from(from, src, dst);
-        let runs = Run::of_sorted(&sorted_cells(from.seq_cells(src, PosRange::ALL)));
+        let map = CellMap::of_cells(&sorted_cells(from.seq_cells(src, PosRange::ALL)))?;
         for layer in 0..self.geometry.n_layer() {
             let pair = [s1, s0].map(|stream| stream * self.geometry.n_layer() + layer);
             let [to, from] = self.planes.k.get_disjoint_mut(pair).expect("two different streams");
-            to.copy_cells_from(from, &runs)?;
+            to.copy_cells_from(from, &map)?;
             let [to, from] = self.planes.v.get_disjoint_mut(pair).expect("two different streams");
             if let (Some(to), Some(from)) = (to, from) {
-                to.copy_cells_from(from, &runs)?;
+                to.copy_cells_from(from, &map)?;
             }
         }
         Ok(())

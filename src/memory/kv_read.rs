@@ -5,10 +5,10 @@ use std::fmt::Display;
 use super::geometry::{Geometry, TensorGeometry};
 use super::kv_cache::{KvCache, KvPlanes};
 use super::kv_write::Scope;
-use crate::cells::{CellMeta, Placement, SeqSet, Shortage};
+use crate::cells::{CellMeta, Cells, Placement, SeqSet, Shortage};
 use crate::error::{Error, Result};
 use crate::state::{Input, Source};
-use crate::storage::Scatter;
+use crate::storage::{CellMap, Scatter, TensorBytes};
 use crate::types::{CellExt, Move, PosRange, Seq, TOKEN_NULL, Token};
 
 /// What the caller says about files older than version 4, which do not record rotation.
@@ -62,7 +62,7 @@ pub(super) struct StreamState<'a> {
     /// One per cell, in the order of the state. In a sequence state every `seqs` is the destination's.
     pub(super) metas: Vec<CellMeta>,
     /// The tensors: K of every layer, then V of every layer that has one.
-    tensors: Vec<&'a [u8]>,
+    tensors: Vec<TensorBytes<'a>>,
 }
 
 /// What a commit will do to a section.
@@ -81,10 +81,10 @@ pub(super) struct StreamPlan<'a> {
     /// `metas[i]` goes into `cells[i]`.
     pub(super) metas: Vec<CellMeta>,
     pub(super) cells: Vec<u32>,
-    moves: Vec<Move>,
+    map: CellMap,
     /// Cells of the state, those that were dropped included.
     n_src: u32,
-    tensors: Vec<&'a [u8]>,
+    tensors: Vec<TensorBytes<'a>>,
 }
 
 impl Geometry {
@@ -375,12 +375,12 @@ impl<'a> KvState<'a> {
                     (stream, place(stream, dest, &state)?)
                 }
             };
-            let moves = Move::of_pairs(kept.iter().copied().zip(cells.iter().copied()));
+            let map = CellMap::new(Move::of_pairs(kept.iter().copied().zip(cells.iter().copied())))?;
             let StreamState { stream: src, mut metas, tensors } = state;
             if kept.len() < metas.len() {
                 metas = kept.iter().map(|&i| metas[i as usize]).collect();
             }
-            streams.push(StreamPlan { src, stream, metas, cells, moves, n_src, tensors });
+            streams.push(StreamPlan { src, stream, metas, cells, map, n_src, tensors });
         }
         Ok(KvPlan { scope, streams })
     }
@@ -403,7 +403,7 @@ impl<'a> KvPlan<'a> {
             let v = v.nth(skip).into_iter().flatten().flatten();
             batch.extend(k.chain(v).zip(&stream.tensors).map(|(plane, &src)| Scatter {
                 plane,
-                moves: &stream.moves,
+                map: &stream.map,
                 n_src: stream.n_src,
                 src,
             }));
@@ -422,16 +422,33 @@ impl KvCache {
         })
     }
 
-    /// Replaces the destination by the state.
-    pub fn state_commit(&mut self, plan: &KvPlan<'_>) -> Result<()> {
-        match plan.scope {
-            Scope::Seq(dest) => self.seq_rm(Some(dest), PosRange::ALL),
-            Scope::Whole => self.clear(false)?,
-        }
+    /// Whether the state takes cells that hold something, the destination's own included.
+    pub fn state_overwrites(&self, plan: &KvPlan<'_>) -> bool {
+        plan.streams.iter().any(|stream| {
+            let cells = self.cells(stream.stream);
+            stream.cells.iter().any(|&cell| cells.is_used(cell))
+        })
+    }
+
+    /// Replaces the cells of the destination by those of the state.
+    pub fn state_apply(&mut self, plan: &KvPlan<'_>) {
+        self.state_forget(plan);
         for stream in &plan.streams {
             self.cells[stream.stream].apply(&stream.cells, &stream.metas);
         }
-        crate::storage::scatter(plan.scatter(&mut self.planes, self.geometry.n_layer()))
+    }
+
+    /// Empties the destination.
+    pub fn state_forget(&mut self, plan: &KvPlan<'_>) {
+        match plan.scope {
+            Scope::Seq(dest) => self.seq_rm(Some(dest), PosRange::ALL),
+            Scope::Whole => self.cells.iter_mut().for_each(Cells::clear),
+        }
+    }
+
+    /// The tensors' part of the commit.
+    pub fn state_scatter<'p>(&'p mut self, plan: &'p KvPlan<'_>) -> Vec<Scatter<'p>> {
+        plan.scatter(&mut self.planes, self.geometry.n_layer())
     }
 }
 

@@ -3,15 +3,17 @@
 //! The same selection, bytes, checks and placement as for a cache whose cells are kept here. What differs is
 //! where the cells are: they are visited, and set, through [`ViewCells`].
 
+use std::sync::Arc;
+
 use super::geometry::{Geometry, KvParams, Streams};
 use super::kv_cache::{KvPlanes, check_adopted};
 use super::kv_read::{KvPlan, KvTensor, ReadParams};
 use super::kv_write::{Scope, WriteParams};
 use crate::cells::{CellMeta, Cells, Placement};
 use crate::error::{Error, Result};
-use crate::state::{Input, Sink, Source, Tensors};
-use crate::storage::{Region, Scatter};
-use crate::types::{Pos, Run, Seq, StateFlags};
+use crate::state::{Input, Sink, Source};
+use crate::storage::{CellMap, Region, Scatter};
+use crate::types::{Pos, Seq, StateFlags};
 
 /// A used cell of the owner's.
 #[derive(Clone, Copy, Debug)]
@@ -217,7 +219,7 @@ impl KvView {
             };
             check_given(geometry, stream, given(sinfos_in, src), &placement.cells)?;
             cells.apply(stream, scope.seq(), &placement.cells, &metas)?;
-            let runs = runs_of(&placement.cells).into();
+            let map = Arc::new(CellMap::of_cells(&placement.cells)?);
             let n_layer = geometry.n_layer();
             let planes = planes.stream(stream, n_layer);
             geometry.read_data(input, metas.len(), params, |input, tensor, _| {
@@ -227,7 +229,7 @@ impl KvView {
                         .as_ref()
                         .ok_or_else(|| Error::Internal(format!("layer {layer} has no V to read into")))?,
                 };
-                let region = Region::new(plane, &runs)?;
+                let region = Region::new(plane, &map)?;
                 region.each_piece(|offset, bytes| input.read_tensor(region.tensor(), offset, bytes))
             })?;
             note(&mut slots, src as usize, placement.cells);
@@ -265,7 +267,7 @@ impl KvView {
         let state = self.geometry.state_read(source, params)?;
         let n_stream = state.n_stream;
         // Who keeps the tensors gives all of them or none.
-        let may_drop = !matches!(source.tensors, Tensors::Elsewhere(_));
+        let may_drop = source.tensors_elsewhere().is_none();
         let plan = state.place(&self.geometry, scope, |stream, dest, state| {
             let given = given_at(sinfos_in, state.stream);
             place(&self.geometry, &*self.cells, stream, dest, &state.metas, given, may_drop)
@@ -445,16 +447,4 @@ fn note(slots: &mut SlotInfos, src: usize, cells: Vec<u32>) {
         slots.resize(src + 1, Vec::new());
     }
     slots[src] = cells;
-}
-
-/// The runs of cells in the order given.
-fn runs_of(cells: &[u32]) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
-    for &cell in cells {
-        match runs.last_mut() {
-            Some(run) if run.start + run.len == cell => run.len += 1,
-            _ => runs.push(Run { start: cell, len: 1 }),
-        }
-    }
-    runs
 }

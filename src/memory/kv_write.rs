@@ -1,12 +1,14 @@
 //! `state_write`: which cells an attention cache saves, and their bytes.
 
+use std::sync::Arc;
+
 use super::geometry::{Geometry, TensorGeometry};
 use super::kv_cache::{KvCache, StreamPlanes, sorted_cells};
 use crate::cells::CellMeta;
 use crate::error::{Error, Result};
 use crate::state::Sink;
-use crate::storage::Region;
-use crate::types::{Pos, PosRange, Run, Seq, StateFlags, Swa};
+use crate::storage::{CellMap, Region};
+use crate::types::{Pos, PosRange, Seq, StateFlags, Swa};
 
 /// What a state covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,13 +105,13 @@ impl Geometry {
         cells: &[u32],
         planes: StreamPlanes<'a>,
     ) -> Result<()> {
-        let runs = Run::of_sorted(cells).into();
+        let map = Arc::new(CellMap::of_cells(cells)?);
         sink.write_u32(u32::from(self.v_trans))?;
         sink.write_u32(count(self.n_layer())?)?;
         sink.write_u32(self.n_rot_k)?;
         sink.write_u32(self.n_rot_v)?;
         for (tensor, plane) in self.k.iter().zip(planes.k) {
-            write_rows(sink, tensor, Region::new(plane, &runs)?)?;
+            write_rows(sink, tensor, Region::new(plane, &map)?)?;
         }
         for (tensor, plane) in self.v.iter().zip(planes.v) {
             let (Some(tensor), Some(plane)) = (tensor, plane) else { continue };
@@ -117,9 +119,9 @@ impl Geometry {
                 sink.write_i32(tensor.ggml_type.as_i32())?;
                 sink.write_u32(tensor.ggml_type.type_size())?;
                 sink.write_u32(tensor.n_embd)?;
-                sink.write_tensor(Region::new(plane, &runs)?)?;
+                sink.write_tensor(Region::new(plane, &map)?)?;
             } else {
-                write_rows(sink, tensor, Region::new(plane, &runs)?)?;
+                write_rows(sink, tensor, Region::new(plane, &map)?)?;
             }
         }
         Ok(())

@@ -21,7 +21,8 @@ pub(crate) use kv_write::{Scope, WriteParams};
 
 use crate::error::{Error, Result};
 use crate::format::StateVersion;
-use crate::state::{Sink, Source};
+use crate::state::{Input, Sink, Source};
+use crate::storage::{self, ProgressCallback, Threads};
 use crate::types::{Pos, PosRange, Seq, StateFlags};
 
 /// What a section is made of.
@@ -178,10 +179,10 @@ impl Memory {
         params: ReadParams,
     ) -> Result<MemoryPlan<'a>> {
         let plan = self.plan_sections(source.clone(), flags, params, false);
-        let bytes_left = plan.as_ref().map_or(usize::MAX, |plan| plan.end.metadata.left());
+        let bytes_left = plan.as_ref().map_or(u64::MAX, |plan| plan.end.left());
         if bytes_left > 0 && self.kv_caches().any(|kv| !kv.geometry.writes(flags)) {
             let legacy = self.plan_sections(source.clone(), flags, params, true);
-            if let Some(legacy) = legacy.ok().filter(|legacy| legacy.end.metadata.left() == 0) {
+            if let Some(legacy) = legacy.ok().filter(|legacy| legacy.end.left() == 0) {
                 return Ok(legacy);
             }
         }
@@ -192,13 +193,12 @@ impl Memory {
     /// other kind of cells, which no field tells. If it fits that way to the last byte, that is the reason.
     fn explain(&self, error: Error, source: &Source<'_>, flags: StateFlags, params: ReadParams) -> Error {
         let fits = |source: &Source<'_>, params: ReadParams| {
-            self.plan_sections(source.clone(), flags, params, false)
-                .is_ok_and(|plan| plan.end.metadata.left() == 0)
+            self.plan_sections(source.clone(), flags, params, false).is_ok_and(|plan| plan.end.left() == 0)
         };
         for version in [StateVersion::V3, StateVersion::V2] {
-            let older = Source { version, ..source.clone() };
+            let older = source.as_version(version);
             let stated = |rotation| ReadParams { legacy_rotation: Some(rotation), ..params };
-            if source.version == StateVersion::CURRENT
+            if source.version() == StateVersion::CURRENT
                 && (fits(&older, stated(LegacyRotation::Rotated))
                     || fits(&older, stated(LegacyRotation::Plain)))
             {
@@ -245,14 +245,55 @@ impl Memory {
         Ok(MemoryPlan { sections, end: source, n_legacy_skipped })
     }
 
-    /// Does what was planned.
-    pub fn state_commit(&mut self, plan: &MemoryPlan<'_>) -> Result<()> {
-        for (section, plan) in self.sections.iter_mut().zip(&plan.sections) {
-            let Section::Kv(kv) = section;
-            if let Some(SectionPlan::Kv(plan)) = plan {
-                kv.state_commit(plan)?;
-            }
+    /// Whether a commit overwrites cells that hold something: it cannot be taken back then.
+    pub fn state_overwrites(&self, plan: &MemoryPlan<'_>) -> bool {
+        self.planned(plan).any(|(kv, plan)| kv.state_overwrites(plan))
+    }
+
+    /// Does what was planned, the tensors of all sections in one batch.
+    ///
+    /// If that fails, the memory is as it was; a destination whose cells had to be overwritten is empty.
+    pub fn state_commit(
+        &mut self,
+        plan: &MemoryPlan<'_>,
+        threads: Threads,
+        progress: Option<&mut ProgressCallback>,
+    ) -> Result<()> {
+        // Cells that are taken from others are taken first, so that nobody is left with tensors that are not his.
+        let overwrites = self.state_overwrites(plan);
+        if overwrites {
+            self.planned_mut(plan).for_each(|(kv, plan)| kv.state_apply(plan));
         }
-        Ok(())
+        let mut batch: Vec<_> =
+            self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_scatter(plan)).collect();
+        let scattered = storage::scatter(&mut batch, threads, progress);
+        drop(batch);
+        if !overwrites && scattered.is_ok() {
+            self.planned_mut(plan).for_each(|(kv, plan)| kv.state_apply(plan));
+        }
+        if overwrites && scattered.is_err() {
+            self.planned_mut(plan).for_each(|(kv, plan)| kv.state_forget(plan));
+        }
+        scattered
+    }
+
+    fn planned<'p>(
+        &'p self,
+        plan: &'p MemoryPlan<'_>,
+    ) -> impl Iterator<Item = (&'p KvCache, &'p KvPlan<'p>)> {
+        self.kv_caches().zip(&plan.sections).filter_map(|(kv, plan)| {
+            let SectionPlan::Kv(plan) = plan.as_ref()?;
+            Some((kv, plan))
+        })
+    }
+
+    fn planned_mut<'p>(
+        &'p mut self,
+        plan: &'p MemoryPlan<'_>,
+    ) -> impl Iterator<Item = (&'p mut KvCache, &'p KvPlan<'p>)> {
+        self.kv_caches_mut().zip(&plan.sections).filter_map(|(kv, plan)| {
+            let SectionPlan::Kv(plan) = plan.as_ref()?;
+            Some((kv, plan))
+        })
     }
 }

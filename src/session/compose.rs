@@ -5,20 +5,18 @@
 
 use std::collections::VecDeque;
 use std::path::Path;
+use std::sync::Arc;
 
 use super::replace::Replacement;
-use super::view::FileView;
-use super::with_path;
+use super::{StateFile, with_path};
 use crate::error::{Error, Result};
-use crate::format::{
-    self, Cursor, FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, StateVersion, token_bytes, tokens_of,
-};
+use crate::format::{self, Cursor, FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, StateVersion, token_bytes};
 use crate::memory::{Geometry, KvPlan, KvView, SlotInfos};
 use crate::state::{
-    CountSink, DeviceSink, DeviceState, FileSink, Input, RecordSink, Sink, SliceSink, Source, Tensors,
+    CountSink, DeviceSink, DeviceState, FileSink, Input, RecordSink, Sink, SliceSink, Source,
 };
-use crate::storage::{self, Plane, Region, Scatter};
-use crate::types::{Move, Run, SeqId, StateFlags, Token};
+use crate::storage::{self, CellMap, Plane, Region, Scatter, TensorBytes, Threads};
+use crate::types::{SeqId, StateFlags, Token};
 
 /// A state on its way out. `'a`: the memory of the tensors.
 #[derive(Debug)]
@@ -26,13 +24,19 @@ pub struct StateWriter<'a> {
     /// -1: the whole context.
     seq_id: SeqId,
     record: RecordSink<'a>,
+    threads: Threads,
 }
 
 impl<'a> StateWriter<'a> {
     /// Collects the state of a sequence, or with -1 of a whole context.
     #[must_use]
     pub fn new(seq_id: SeqId) -> Self {
-        Self { seq_id, record: RecordSink::default() }
+        Self { seq_id, record: RecordSink::default(), threads: Threads::default() }
+    }
+
+    /// Copies on this many threads.
+    pub fn set_threads(&mut self, threads: Threads) {
+        self.threads = threads;
     }
 
     /// Takes metadata.
@@ -48,7 +52,7 @@ impl<'a> StateWriter<'a> {
     /// # Errors
     /// [`Error::InvalidArgument`] if the plane has another number of cells.
     pub fn write_tensor(&mut self, plane: &'a Plane) -> Result<()> {
-        self.record.write_tensor(Region::new(plane, &[Run { start: 0, len: 1 }].into())?)
+        self.record.write_tensor(Region::new(plane, &Arc::new(CellMap::of_run(0, 1)?))?)
     }
 
     /// Takes an attention section.
@@ -77,7 +81,7 @@ impl<'a> StateWriter<'a> {
         let mut sink = SliceSink::new(dst);
         sink.write(&self.blob_header())?;
         self.record.replay(&mut sink)?;
-        sink.finish()
+        sink.finish(self.threads)
     }
 
     /// Bytes that [`StateWriter::get_on_device`] writes.
@@ -106,7 +110,7 @@ impl<'a> StateWriter<'a> {
         let mut sink = DeviceSink::new(dst);
         sink.write(&DeviceState::header(self.seq_id))?;
         self.record.replay(&mut sink)?;
-        let (len, tensors) = sink.finish()?;
+        let (len, tensors) = sink.finish(self.threads)?;
         Ok((len, DeviceState::new(dst[..len].to_vec(), tensors, flags)))
     }
 
@@ -137,52 +141,11 @@ impl<'a> StateWriter<'a> {
     }
 }
 
-/// A file that holds a state, mapped.
-#[derive(Debug)]
-pub struct StateFile {
-    file: FileView,
-    tokens: Vec<Token>,
-    version: StateVersion,
-}
-
-impl StateFile {
-    /// Opens a sequence file, or the file of a whole context.
-    ///
-    /// # Errors
-    /// [`Error::Io`], [`Error::UnknownVersion`], [`Error::Truncated`], [`Error::TokenCapacity`] for more than
-    /// `n_token_capacity` tokens.
-    pub fn open(path: impl AsRef<Path>, kind: FileKind, n_token_capacity: usize) -> Result<Self> {
-        let file = FileView::open(path.as_ref())?;
-        let mut cursor = Cursor::new(file.bytes());
-        let header = FileHeader::read(&mut cursor, kind)?;
-        let count = u64::from(header.n_tokens);
-        if header.n_tokens as usize > n_token_capacity {
-            return Err(Error::TokenCapacity { kind: kind.name(), count, capacity: n_token_capacity as u64 });
-        }
-        let tokens = tokens_of(cursor.bytes("tokens", count * 4)?).collect();
-        Ok(Self { tokens, version: header.version, file })
-    }
-
-    /// The token field.
-    #[must_use]
-    pub fn tokens(&self) -> &[Token] {
-        &self.tokens
-    }
-
-    /// The state, behind header and tokens.
-    pub(super) fn source(&self) -> Source<'_> {
-        let mut metadata = Cursor::new(self.file.bytes());
-        let skipped = metadata.bytes("header", (FileHeader::LEN + 4 * self.tokens.len()) as u64);
-        debug_assert!(skipped.is_ok(), "open has read that far");
-        Source { metadata, tensors: Tensors::InPlace, version: self.version, tokens: &self.tokens }
-    }
-}
-
 /// A step of a restore that was planned.
 #[derive(Debug)]
 struct Planned<'a> {
     /// Offset of the section.
-    start: usize,
+    start: u64,
     /// What comes behind it.
     end: Source<'a>,
     geometry: Geometry,
@@ -195,7 +158,7 @@ struct Planned<'a> {
 #[derive(Debug)]
 enum Pending<'a> {
     Kv(Box<KvView>, KvPlan<'a>),
-    Tensor(Plane, &'a [u8]),
+    Tensor(Plane, TensorBytes<'a>),
 }
 
 /// A state on its way in. `'a`: the bytes of the state.
@@ -211,6 +174,7 @@ pub struct StateReader<'a> {
     pending: Vec<Pending<'a>>,
     /// Full-attention sections of partial states, which older llama.cpp wrote, are read and dropped.
     legacy_partial: bool,
+    threads: Threads,
 }
 
 impl<'a> StateReader<'a> {
@@ -239,7 +203,7 @@ impl<'a> StateReader<'a> {
     /// As [`StateReader::of_seq`].
     pub fn of_metadata(metadata: &'a [u8]) -> Result<Self> {
         let Self { source, .. } = Self::of_seq(metadata)?;
-        Ok(Self::of_source(Source { tensors: Tensors::Elsewhere(0), ..source }))
+        Ok(Self::of_source(source.without_tensors()))
     }
 
     /// Reads the state of a whole context.
@@ -261,19 +225,25 @@ impl<'a> StateReader<'a> {
             planned: VecDeque::new(),
             pending: Vec::new(),
             legacy_partial: false,
+            threads: Threads::default(),
         }
+    }
+
+    /// Copies on this many threads.
+    pub fn set_threads(&mut self, threads: Threads) {
+        self.threads = threads;
     }
 
     /// Bytes consumed, header included.
     #[must_use]
-    pub fn offset(&self) -> usize {
-        self.source.metadata.offset()
+    pub fn offset(&self) -> u64 {
+        self.source.offset()
     }
 
     /// Bytes that are left.
     #[must_use]
-    pub fn left(&self) -> usize {
-        self.source.metadata.left()
+    pub fn left(&self) -> u64 {
+        self.source.left()
     }
 
     /// Goes back to the first section, to read what was planned.
@@ -300,10 +270,7 @@ impl<'a> StateReader<'a> {
     /// Bytes of tensors that were planned so far, of a state whose tensors somebody else keeps; otherwise 0.
     #[must_use]
     pub fn tensor_bytes(&self) -> u64 {
-        match self.source.tensors {
-            Tensors::Elsewhere(bytes) => bytes,
-            Tensors::InPlace | Tensors::Beside(_) => 0,
-        }
+        self.source.tensors_elsewhere().unwrap_or(0)
     }
 
     /// Passes over `n` bytes of a tensor.
@@ -340,7 +307,7 @@ impl<'a> StateReader<'a> {
         let scope = view.scope(seq_id)?;
         let mut source = self.source.clone();
         let (plan, slots) = view.state_plan(&mut source, scope, flags, sinfos_in, self.legacy_partial)?;
-        let start = std::mem::replace(&mut self.source, source).metadata.offset();
+        let start = std::mem::replace(&mut self.source, source).offset();
         let (end, geometry) = (self.source.clone(), view.geometry().clone());
         self.planned.push_back(Planned { start, end, geometry, slots: slots.clone(), plan });
         Ok(slots)
@@ -370,7 +337,7 @@ impl<'a> StateReader<'a> {
     }
 
     fn check_tensors_are_here(&self) -> Result<()> {
-        if matches!(self.source.tensors, Tensors::Elsewhere(_)) {
+        if self.source.tensors_elsewhere().is_some() {
             let reason = "the tensors of this state are not here: it can be planned only";
             return Err(Error::arg("reader", reason));
         }
@@ -382,15 +349,15 @@ impl<'a> StateReader<'a> {
     /// # Errors
     /// What the owner of a tensor returns; cells are set then whose data is not there: empty them.
     pub fn finish(&mut self) -> Result<()> {
-        const ONE: &[Move] = &[Move { src: 0, dst: 0, len: 1 }];
+        let one = CellMap::of_run(0, 1)?;
         let mut batch = Vec::new();
         for pending in &mut self.pending {
             match pending {
                 Pending::Kv(view, plan) => batch.extend(view.scatter(plan)),
-                Pending::Tensor(plane, src) => batch.push(Scatter { plane, moves: ONE, n_src: 1, src }),
+                Pending::Tensor(plane, src) => batch.push(Scatter { plane, map: &one, n_src: 1, src: *src }),
             }
         }
-        let scattered = storage::scatter(batch);
+        let scattered = storage::scatter(&mut batch, self.threads, None);
         self.pending.clear();
         scattered
     }

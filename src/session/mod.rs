@@ -1,23 +1,25 @@
 //! States in files: sequence files ('ggsq') and whole-context files ('ggsn').
 //!
 //! A file is written beside its destination, synced, and renamed over it: after a crash there is the old file
-//! or the new one. A file is read through a mapping: tensors go from the page cache to the cache.
+//! or the new one. Of a file only the metadata is read before all of it has been checked; then its tensors go from
+//! the page cache to the cache, piece by piece.
 
 mod compose;
 mod replace;
-mod view;
+mod state_file;
 
 use std::path::Path;
 
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{Cursor, FileHeader, FileKind, StateVersion, token_bytes, tokens_of};
-use crate::state::{FileSink, Sink, Source, Tensors};
+use crate::format::{FileHeader, FileKind, StateVersion, token_bytes};
+use crate::state::{FileSink, Input, Sink};
 use crate::types::{Seq, SeqId, Token};
-pub use compose::{StateFile, StateReader, StateWriter};
+
+pub use compose::{StateReader, StateWriter};
+pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
 
 use replace::Replacement;
-use view::FileView;
 
 /// What a loaded file held.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -97,51 +99,26 @@ impl Context {
         seq: Option<Seq>,
         n_token_capacity: usize,
     ) -> Result<Loaded> {
-        let file = FileView::open(path)?;
-        let mut cursor = Cursor::new(file.bytes());
-        let header = FileHeader::read(&mut cursor, kind)?;
-        let count = u64::from(header.n_tokens);
-        if header.n_tokens as usize > n_token_capacity {
-            return Err(Error::TokenCapacity { kind: kind.name(), count, capacity: n_token_capacity as u64 });
+        let file = StateFile::open(path, kind, n_token_capacity)?;
+        let failed = |error| Error::Restore { kind: kind.restored(), source: Box::new(file.failed(error)) };
+        let plan = self.plan_file_state(file.source(), seq).map_err(failed)?;
+        let left = plan.end.left();
+        // A server may append to a sequence file, never to that of a whole context.
+        if seq.is_none() && left > 0 {
+            return Err(failed(Error::corrupt(
+                "did not read all of the session file data",
+                format_args!("{left} bytes behind the state"),
+                "none",
+            )));
         }
-        let tokens: Vec<Token> = tokens_of(cursor.bytes("tokens", count * 4)?).collect();
-        let source =
-            Source { metadata: cursor, tensors: Tensors::InPlace, version: header.version, tokens: &tokens };
-        let state_end = match seq {
-            Some(dest) => self.read_file_state(&source, dest),
-            None => self.read_whole(source, true),
-        };
-        let state_end = state_end
-            .map_err(|error| Error::Restore { kind: kind.restored(), source: Box::new(error) })?
-            as u64;
-        Ok(Loaded { tokens, state_end })
+        let state_end = plan.end.offset();
+        self.commit_file_state(&plan).map_err(failed)?;
+        drop(plan);
+        Ok(Loaded { tokens: file.into_tokens(), state_end })
     }
 }
 
-/// The number of tokens in the sequence file at `path`, checked against the size of the file.
-///
-/// # Errors
-/// [`Error::UnknownVersion`], [`Error::Truncated`], [`Error::Io`].
-pub fn seq_file_token_count(path: impl AsRef<Path>) -> Result<u32> {
-    let file = FileView::open(path.as_ref())?;
-    let mut cursor = Cursor::new(file.bytes());
-    let header = FileHeader::read(&mut cursor, FileKind::Sequence)?;
-    cursor.bytes("tokens", u64::from(header.n_tokens) * 4)?;
-    Ok(header.n_tokens)
-}
-
-/// The token field of the sequence file at `path`, as it stands: a server's own payload, if it packs one.
-///
-/// # Errors
-/// As [`seq_file_token_count`].
-pub fn seq_file_tokens(path: impl AsRef<Path>) -> Result<Vec<Token>> {
-    let file = FileView::open(path.as_ref())?;
-    let mut cursor = Cursor::new(file.bytes());
-    let header = FileHeader::read(&mut cursor, FileKind::Sequence)?;
-    Ok(tokens_of(cursor.bytes("tokens", u64::from(header.n_tokens) * 4)?).collect())
-}
-
-/// The sink knows no path.
+/// Sinks and sources know no path.
 fn with_path(error: Error, path: &Path) -> Error {
     match error {
         Error::Io { op, source, .. } => Error::Io { op, path: path.display().to_string(), source },

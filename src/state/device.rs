@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{Source, Tensors};
+use super::Source;
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::types::{SeqId, StateFlags};
@@ -65,7 +65,6 @@ impl DeviceState {
         }
         let mut metadata = Cursor::new(&self.metadata);
         metadata.bytes("header", SEQ_BLOB_HEADER_LEN)?;
-        let tensors = Tensors::Beside(Cursor::new(&self.tensors));
-        Ok(Source { tensors, ..Source::blob(metadata) })
+        Ok(Source::beside(metadata, Cursor::new(&self.tensors)))
     }
 }

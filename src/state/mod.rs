@@ -12,4 +12,4 @@ mod source;
 
 pub use device::DeviceState;
 pub use sink::{CountSink, DeviceSink, FileSink, RecordSink, Sink, SliceSink};
-pub use source::{Input, Source, Tensors};
+pub use source::{Input, Source};

@@ -3,7 +3,7 @@
 use std::io::Write;
 
 use crate::error::{Error, Result};
-use crate::storage::{self, Region};
+use crate::storage::{self, Region, Threads};
 
 /// Takes a state's bytes in order. `'a` is the cache that the regions point into.
 pub trait Sink<'a> {
@@ -18,6 +18,19 @@ pub trait Sink<'a> {
     /// # Errors
     /// If the sink cannot hold or write them.
     fn write_tensor(&mut self, region: Region<'a>) -> Result<()>;
+
+    /// Takes `n` bytes of metadata, which `fill` writes.
+    ///
+    /// # Errors
+    /// As [`Sink::write`].
+    fn write_with(&mut self, n: usize, fill: impl FnOnce(&mut [u8])) -> Result<()>
+    where
+        Self: Sized,
+    {
+        let mut bytes = vec![0; n];
+        fill(&mut bytes);
+        self.write(&bytes)
+    }
 
     /// Takes a little-endian u32.
     ///
@@ -63,6 +76,11 @@ impl Sink<'_> for CountSink {
         self.tensors += region.bytes();
         Ok(())
     }
+
+    fn write_with(&mut self, n: usize, _: impl FnOnce(&mut [u8])) -> Result<()> {
+        self.metadata += n as u64;
+        Ok(())
+    }
 }
 
 /// Fills a buffer: metadata at once, all tensors in one batch at the end.
@@ -93,8 +111,8 @@ impl<'out> SliceSink<'_, 'out> {
     ///
     /// # Errors
     /// As [`storage::gather`].
-    pub fn finish(self) -> Result<usize> {
-        storage::gather(&self.batch, self.out)?;
+    pub fn finish(self, threads: Threads) -> Result<usize> {
+        storage::gather(&self.batch, self.out, threads)?;
         Ok(self.len)
     }
 }
@@ -109,6 +127,11 @@ impl<'a> Sink<'a> for SliceSink<'a, '_> {
         let offset = self.len as u64;
         self.take(region.bytes())?;
         self.batch.push((offset, region));
+        Ok(())
+    }
+
+    fn write_with(&mut self, n: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
+        fill(self.take(n as u64)?);
         Ok(())
     }
 }
@@ -178,16 +201,20 @@ impl<'out> DeviceSink<'_, 'out> {
     ///
     /// # Errors
     /// [`Error::OutOfMemory`], and as [`storage::gather`].
-    pub fn finish(self) -> Result<(usize, Vec<u8>)> {
+    pub fn finish(self, threads: Threads) -> Result<(usize, Vec<u8>)> {
         let mut tensors = zeroed(self.tensor_bytes, "a device state")?;
-        storage::gather(&self.batch, &mut tensors)?;
-        Ok((self.metadata.finish()?, tensors))
+        storage::gather(&self.batch, &mut tensors, threads)?;
+        Ok((self.metadata.finish(threads)?, tensors))
     }
 }
 
 impl<'a> Sink<'a> for DeviceSink<'a, '_> {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         self.metadata.write(bytes)
+    }
+
+    fn write_with(&mut self, n: usize, fill: impl FnOnce(&mut [u8])) -> Result<()> {
+        self.metadata.write_with(n, fill)
     }
 
     fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
@@ -274,7 +301,7 @@ impl<'a, W: Write> Sink<'a> for FileSink<W> {
                     let start = self.buffer.len();
                     let len = usize::try_from(piece.bytes()).unwrap_or(usize::MAX);
                     self.buffer.resize(start.saturating_add(len), 0);
-                    storage::gather(&[(0, piece)], &mut self.buffer[start..])?;
+                    storage::gather(&[(0, piece)], &mut self.buffer[start..], Threads::new(1))?;
                 }
             }
         }

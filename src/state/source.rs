@@ -1,12 +1,15 @@
-//! The source of a restore: metadata in order, tensors in place or beside it.
+//! The source of a restore: metadata in order, tensors in place or beside it, in memory or in a file.
 
-use crate::error::Result;
+use std::fs::File;
+
+use crate::error::{Error, Result};
 use crate::format::{Cursor, StateVersion};
+use crate::storage::{TensorBytes, read_error, read_exact_at};
 use crate::types::Token;
 
 /// Where a state's tensors are.
 #[derive(Clone, Debug)]
-pub enum Tensors<'a> {
+enum Tensors<'a> {
     /// Among the metadata.
     InPlace,
     /// One after another beside it: an `ON_DEVICE` blob.
@@ -15,39 +18,165 @@ pub enum Tensors<'a> {
     Elsewhere(u64),
 }
 
-/// A state that is read once, front to back. Nothing is copied: tensors are slices of the input.
+/// Where a state's metadata is.
+#[derive(Clone, Debug)]
+enum Metadata<'a> {
+    Memory(Cursor<'a>),
+    File(FileCursor<'a>),
+}
+
+/// A state that is read once, front to back. No tensor is copied, or read from a file, before it is needed.
 #[derive(Clone, Debug)]
 pub struct Source<'a> {
-    /// The blob, or the metadata of an `ON_DEVICE` blob.
-    pub metadata: Cursor<'a>,
-    /// Where the tensors are.
-    pub tensors: Tensors<'a>,
-    /// Layout of the memory state.
-    pub version: StateVersion,
+    metadata: Metadata<'a>,
+    tensors: Tensors<'a>,
+    version: StateVersion,
     /// The token list of the file that holds the state; older layouts need it to know a cell's token.
-    pub tokens: &'a [Token],
+    tokens: &'a [Token],
 }
 
 impl<'a> Source<'a> {
-    /// A blob in memory: the current layout, tensors in place.
+    /// A state in memory: the current layout, tensors in place.
     #[must_use]
     pub fn blob(metadata: Cursor<'a>) -> Self {
-        Self { metadata, tensors: Tensors::InPlace, version: StateVersion::CURRENT, tokens: &[] }
+        Self {
+            metadata: Metadata::Memory(metadata),
+            tensors: Tensors::InPlace,
+            version: StateVersion::CURRENT,
+            tokens: &[],
+        }
+    }
+
+    /// A state in memory, whose tensors lie beside it.
+    pub(super) fn beside(metadata: Cursor<'a>, tensors: Cursor<'a>) -> Self {
+        Self { tensors: Tensors::Beside(tensors), ..Self::blob(metadata) }
+    }
+
+    /// The state in a file of `size` bytes, from `offset` on.
+    #[must_use]
+    pub fn file(file: &'a File, offset: u64, size: u64, version: StateVersion, tokens: &'a [Token]) -> Self {
+        let metadata = Metadata::File(FileCursor { file, size, offset, window: Vec::new(), window_start: 0 });
+        Self { metadata, tensors: Tensors::InPlace, version, tokens }
+    }
+
+    /// The state with its tensors kept by somebody else.
+    #[must_use]
+    pub fn without_tensors(self) -> Self {
+        Self { tensors: Tensors::Elsewhere(0), ..self }
+    }
+
+    /// The state as one of another version.
+    #[must_use]
+    pub fn as_version(&self, version: StateVersion) -> Self {
+        Self { version, ..self.clone() }
+    }
+
+    /// Bytes of tensors that were passed so far, if somebody else keeps them.
+    #[must_use]
+    pub fn tensors_elsewhere(&self) -> Option<u64> {
+        match self.tensors {
+            Tensors::Elsewhere(bytes) => Some(bytes),
+            Tensors::InPlace | Tensors::Beside(_) => None,
+        }
+    }
+
+    /// The next `n` bytes of metadata.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`] if fewer are left, [`Error::OutOfMemory`].
+    pub fn bytes(&mut self, field: &'static str, n: u64) -> Result<Vec<u8>> {
+        let (offset, left) = (self.offset(), self.left());
+        let len = usize::try_from(n).ok().filter(|_| n <= left);
+        let len = len.ok_or(Error::Truncated { field, offset, need: n, left })?;
+        let mut out = Vec::new();
+        out.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { what: field, bytes: n })?;
+        out.resize(len, 0);
+        self.read(field, &mut out)?;
+        Ok(out)
+    }
+
+    /// Bytes that are left.
+    #[must_use]
+    pub fn left(&self) -> u64 {
+        match &self.metadata {
+            Metadata::Memory(cursor) => cursor.left() as u64,
+            Metadata::File(cursor) => cursor.left(),
+        }
     }
 
     /// The next `n` bytes of tensors.
     ///
     /// # Errors
-    /// [`crate::Error::Truncated`] if fewer are left.
-    pub fn tensor(&mut self, field: &'static str, n: u64) -> Result<&'a [u8]> {
-        match &mut self.tensors {
-            Tensors::InPlace => self.metadata.bytes(field, n),
-            Tensors::Beside(tensors) => tensors.bytes(field, n),
-            Tensors::Elsewhere(bytes) => {
+    /// [`Error::Truncated`] if fewer are left.
+    pub fn tensor(&mut self, field: &'static str, n: u64) -> Result<TensorBytes<'a>> {
+        let memory = match (&mut self.tensors, &mut self.metadata) {
+            (Tensors::Beside(tensors), _) => tensors.bytes(field, n)?,
+            (Tensors::Elsewhere(bytes), _) => {
                 *bytes = bytes.saturating_add(n);
-                Ok(&[])
+                &[]
             }
+            (Tensors::InPlace, Metadata::Memory(cursor)) => cursor.bytes(field, n)?,
+            (Tensors::InPlace, Metadata::File(cursor)) => {
+                let offset = cursor.skip(field, n)?;
+                return Ok(TensorBytes::File { file: cursor.file, offset, len: n });
+            }
+        };
+        Ok(TensorBytes::Memory(memory))
+    }
+}
+
+/// A position in a file that is read once, front to back, a little at a time.
+#[derive(Clone, Debug)]
+struct FileCursor<'a> {
+    file: &'a File,
+    size: u64,
+    offset: u64,
+    /// Bytes that were read ahead, from `window_start` on.
+    window: Vec<u8>,
+    window_start: u64,
+}
+
+impl FileCursor<'_> {
+    /// Bytes to read at once: metadata is small, and tensors lie between.
+    const WINDOW: u64 = 4096;
+
+    fn left(&self) -> u64 {
+        self.size.saturating_sub(self.offset)
+    }
+
+    /// Passes over `n` bytes; returns where they start.
+    fn skip(&mut self, field: &'static str, n: u64) -> Result<u64> {
+        let (offset, left) = (self.offset, self.left());
+        if n > left {
+            return Err(Error::Truncated { field, offset, need: n, left });
         }
+        self.offset += n;
+        Ok(offset)
+    }
+
+    fn read(&mut self, field: &'static str, out: &mut [u8]) -> Result<()> {
+        let n = out.len() as u64;
+        let offset = self.skip(field, n)?;
+        let in_window = |cursor: &Self| {
+            let start = usize::try_from(offset.checked_sub(cursor.window_start)?).ok()?;
+            cursor.window.get(start..)?.get(..out.len()).map(|_| start)
+        };
+        let start = match in_window(self) {
+            Some(start) => start,
+            None if n >= Self::WINDOW => return read_exact_at(self.file, out, offset).map_err(read_error),
+            None => {
+                let len = Self::WINDOW.min(self.size - offset);
+                self.window.resize(usize::try_from(len).unwrap_or(0), 0);
+                self.window_start = offset;
+                read_exact_at(self.file, &mut self.window, offset).map_err(|source| {
+                    self.window.clear();
+                    read_error(source)
+                })?;
+                0
+            }
+        };
+        out.copy_from_slice(&self.window[start..][..out.len()]);
+        Ok(())
     }
 }
 
@@ -56,7 +185,7 @@ pub trait Input {
     /// The next bytes.
     ///
     /// # Errors
-    /// [`crate::Error::Truncated`], or whatever keeps the input from giving them.
+    /// [`Error::Truncated`], or whatever keeps the input from giving them.
     fn read(&mut self, field: &'static str, out: &mut [u8]) -> Result<()>;
 
     /// Bytes that are left; `None` if that cannot be known.
@@ -104,16 +233,22 @@ pub trait Input {
 
 impl Input for Source<'_> {
     fn read(&mut self, field: &'static str, out: &mut [u8]) -> Result<()> {
-        out.copy_from_slice(self.metadata.bytes(field, out.len() as u64)?);
+        match &mut self.metadata {
+            Metadata::Memory(cursor) => out.copy_from_slice(cursor.bytes(field, out.len() as u64)?),
+            Metadata::File(cursor) => cursor.read(field, out)?,
+        }
         Ok(())
     }
 
     fn left(&self) -> Option<u64> {
-        Some(self.metadata.left() as u64)
+        Some(Source::left(self))
     }
 
     fn offset(&self) -> u64 {
-        self.metadata.offset() as u64
+        match &self.metadata {
+            Metadata::Memory(cursor) => cursor.offset() as u64,
+            Metadata::File(cursor) => cursor.offset,
+        }
     }
 
     fn version(&self) -> StateVersion {

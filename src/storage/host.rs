@@ -1,22 +1,22 @@
-//! Host memory: allocation, and the copy loops.
+//! Host memory: allocation, and the walk of a copy.
 //!
 //! Plane memory is shared with an engine that holds raw pointers into it. So it is read and written through
 //! raw pointers only; the one reference into it is what `Plane::contiguous` lends.
 #![allow(unsafe_code, reason = "tensor memory belongs to the engine as well: it can only be a raw pointer")]
 
 use std::alloc::{self, Layout};
+use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
 
-use super::{PlaneShape, stream};
+use super::PlaneShape;
+use super::cell_map::{CellMap, StepIn};
+use super::kernels::{self, Kernels, SLACK};
 use crate::error::{Error, Result};
 use crate::types::{Move, Run};
 
 /// Alignment of the planes that are allocated here, bytes: a cache line, and ggml's SIMD.
 pub(super) const ALIGN: usize = 64;
-
-/// Bytes from which on a call of memcpy beats moving single elements.
-const MEMCPY_MIN: usize = 16;
 
 /// Memory of the planes of one cache.
 #[derive(Debug)]
@@ -89,9 +89,10 @@ impl Grid {
         Self { ptr: self.at(start, 0), n_channel: end - start, ..self }
     }
 
-    /// A blob of `n_cells` such cells at `ptr`.
-    pub(super) fn blob(self, ptr: *mut u8, n_cells: u32) -> Self {
-        let channel_stride = n_cells as usize * self.elem_size;
+    /// The blob cells `cells` of such elements, at `ptr`.
+    fn blob(self, ptr: *mut u8, cells: &Range<u32>) -> Self {
+        let channel_stride = (cells.end - cells.start) as usize * self.elem_size;
+        let ptr = ptr.wrapping_sub(cells.start as usize * self.elem_size);
         Self { ptr, cell_stride: self.elem_size, channel_stride, ..self }
     }
 
@@ -110,175 +111,225 @@ pub(super) fn to_usize(bytes: u64) -> Result<usize> {
     usize::try_from(bytes).map_err(|_| Error::arg("shape", format!("{bytes} bytes cannot be addressed")))
 }
 
-/// Zeroes every channel of the cells of `runs`.
+/// Zeroes every channel of the cells of `run`.
 ///
 /// # Safety
 /// The elements of these cells are valid for writes.
-pub(super) unsafe fn zero(grid: Grid, runs: &[Run]) {
+pub(super) unsafe fn zero(grid: Grid, run: Run) {
     for channel in 0..grid.n_channel {
-        for run in runs {
-            if grid.is_dense() {
-                // SAFETY: the elements of a dense run are one range of bytes; valid by contract.
-                unsafe { grid.at(channel, run.start).write_bytes(0, run.len as usize * grid.elem_size) };
-            } else {
-                for cell in run.start..run.start + run.len {
-                    // SAFETY: one element, valid by contract.
-                    unsafe { grid.at(channel, cell).write_bytes(0, grid.elem_size) };
-                }
+        if grid.is_dense() {
+            // SAFETY: the elements of a dense run are one range of bytes; valid by contract.
+            unsafe { grid.at(channel, run.start).write_bytes(0, run.len as usize * grid.elem_size) };
+        } else {
+            for cell in run.start..run.start + run.len {
+                // SAFETY: one element, valid by contract.
+                unsafe { grid.at(channel, cell).write_bytes(0, grid.elem_size) };
             }
         }
     }
 }
 
-/// Bytes of one plane from which on they go past the cache: more than a file's buffer, which is read again at once.
-const STREAM_MIN: usize = 2 << 20;
+/// How bytes are copied.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct How {
+    pub kernels: &'static Kernels,
+    /// Runs go past the cache: what is larger than it would only push out what is needed.
+    pub streams: bool,
+}
 
-/// Copies every channel of the moved cells. Channels are outermost: a blob is written from front to back.
-///
-/// # Safety
-/// Both grids have the same channels and element size. The elements of the moved cells are valid for reads in
-/// `src` and for writes in `dst`, and those of `src` do not overlap those of `dst`.
-pub(super) unsafe fn copy(dst: Grid, src: Grid, moves: impl Iterator<Item = Move>) {
-    let (mut runs, mut singles) = (Vec::new(), Singles::default());
-    let dense = dst.is_dense() && src.is_dense();
-    for m in moves {
-        if dense && m.len as usize * src.elem_size >= MEMCPY_MIN {
-            runs.push(m);
-        } else {
-            singles.push(m);
+/// Bytes from which on a run is streamed: a shorter one is mostly the parts of cache lines at its ends.
+const STREAM_RUN_MIN: usize = 1024;
+
+/// Bytes of elements that are picked at a time, before they are copied to where they belong: less than any
+/// first-level cache.
+const PICKED: usize = 8 << 10;
+
+/// Room for what is picked.
+#[repr(C, align(64))]
+struct Picked([MaybeUninit<u8>; PICKED + SLACK]);
+
+/// Cells and channels of a tile: where one side goes through them across the order of its memory, it finds the tile's
+/// cache lines still there.
+const TILE: u32 = 64;
+
+/// Bytes of a row to fetch ahead: the machine's own prefetch follows a row, but does not find the next.
+const PREFETCH: usize = 1024;
+
+impl How {
+    /// Copies blob cells `cells` of every channel of a plane of `kv_size` cells to `out`, in blob order.
+    ///
+    /// # Safety
+    /// The plane is valid for reads, `out` for writes of the elements of these cells, which do not overlap; the cells
+    /// of the map lie in the plane.
+    pub unsafe fn gather(self, plane: Grid, kv_size: u32, map: &CellMap, cells: Range<u32>, out: *mut u8) {
+        let blob = plane.blob(out, &cells);
+        match self.kernels.elements(plane.elem_size).filter(|_| plane.is_dense()) {
+            Some((compress, _)) => {
+                let mut picked = Picked([MaybeUninit::uninit(); PICKED + SLACK]);
+                let room = picked.0.as_mut_ptr().cast::<u8>();
+                // Blocks of 64 elements.
+                let n_blocks = PICKED / (64 * plane.elem_size);
+                for channel in 0..plane.n_channel {
+                    map.each_step_in(cells.clone(), |step| match step {
+                        // SAFETY: the elements of a dense run are one range of bytes; valid by contract.
+                        StepIn::Run(m) => unsafe {
+                            let bytes = m.len as usize * plane.elem_size;
+                            self.copy_run(plane.at(channel, m.dst), blob.at(channel, m.src), bytes);
+                        },
+                        StepIn::Blocks(blocks) => {
+                            for blocks in blocks.chunks(n_blocks) {
+                                let (Some(first), Some(last)) = (blocks.first(), blocks.last()) else {
+                                    continue;
+                                };
+                                let room_of_blob = room.wrapping_sub(first.blob as usize * plane.elem_size);
+                                let bytes = (last.blob_end() - first.blob) as usize * plane.elem_size;
+                                // SAFETY: the blocks have cells of the plane and follow each other in the blob; the
+                                // room holds the elements of as many, and the slack.
+                                unsafe {
+                                    compress(plane.at(channel, 0), kv_size, blocks, room_of_blob);
+                                    self.copy_run(room, blob.at(channel, first.blob), bytes);
+                                }
+                            }
+                        }
+                    });
+                }
+            }
+            // SAFETY: by contract.
+            None => unsafe { self.copy_cells(blob, plane, &map.moves_in(cells), false) },
         }
+        self.fence();
     }
-    let order = if dense { singles.order() } else { Order::Pairs };
-    let run_bytes = runs.iter().map(|m| m.len as usize).sum::<usize>() * src.elem_size * src.n_channel;
-    let copy_run = if run_bytes >= STREAM_MIN { stream::copy_run() } else { plain_copy };
-    for channel in 0..src.n_channel {
-        for m in &runs {
-            let bytes = m.len as usize * src.elem_size;
-            // SAFETY: the elements of a dense run are one range of bytes; valid and apart by contract.
-            unsafe { copy_run(src.at(channel, m.src), dst.at(channel, m.dst), bytes) };
+
+    /// Copies blob cells `cells` of every channel from `src`, which holds just these in blob order, to a plane.
+    ///
+    /// # Safety
+    /// As [`How::gather`], the other way round.
+    pub unsafe fn scatter(self, plane: Grid, map: &CellMap, cells: Range<u32>, src: *const u8) {
+        let blob = plane.blob(src.cast_mut(), &cells);
+        match self.kernels.elements(plane.elem_size).filter(|_| plane.is_dense()) {
+            Some((_, expand)) => {
+                for channel in 0..plane.n_channel {
+                    map.each_step_in(cells.clone(), |step| match step {
+                        // SAFETY: the elements of a dense run are one range of bytes; valid by contract.
+                        StepIn::Run(m) => unsafe {
+                            let bytes = m.len as usize * plane.elem_size;
+                            self.copy_run(blob.at(channel, m.src), plane.at(channel, m.dst), bytes);
+                        },
+                        // SAFETY: by contract.
+                        StepIn::Blocks(blocks) => unsafe {
+                            expand(plane.at(channel, 0), blocks, blob.at(channel, 0));
+                        },
+                    });
+                }
+            }
+            // SAFETY: by contract.
+            None => unsafe { self.copy_cells(plane, blob, &map.moves_in(cells), true) },
         }
-        // SAFETY: elements of the size that is matched; valid and apart by contract; lists are used for dense
-        // grids only.
-        unsafe {
-            match src.elem_size {
-                1 => singles.copy::<1>(&order, dst, src, channel),
-                2 => singles.copy::<2>(&order, dst, src, channel),
-                4 => singles.copy::<4>(&order, dst, src, channel),
-                size => {
-                    for (&from, &to) in singles.from.iter().zip(&singles.to) {
-                        src.at(channel, from).copy_to_nonoverlapping(dst.at(channel, to), size);
+        self.fence();
+    }
+
+    /// Copies cells of a plane to the same cells of another one of the same shape.
+    ///
+    /// # Safety
+    /// The cells of the runs are valid for reads in `src` and for writes in `dst`, and do not overlap.
+    pub unsafe fn copy_plane(self, dst: Grid, src: Grid, runs: impl Iterator<Item = Run> + Clone) {
+        let moves = runs.map(|run| Move { src: run.start, dst: run.start, len: run.len });
+        // SAFETY: by contract.
+        unsafe { self.copy_cells(dst, src, &moves, true) };
+        self.fence();
+    }
+
+    /// Copies moved cells whose elements have no kernel. A blob is on the `src` side of the moves; `to_stream` says
+    /// whether that is `src`.
+    ///
+    /// # Safety
+    /// The cells are valid on both sides, and do not overlap.
+    unsafe fn copy_cells(
+        self,
+        dst: Grid,
+        src: Grid,
+        moves: &(impl Iterator<Item = Move> + Clone),
+        to_stream: bool,
+    ) {
+        let ends = |m: Move| if to_stream { (m.src, m.dst) } else { (m.dst, m.src) };
+        let elem_size = src.elem_size;
+        if dst.is_dense() && src.is_dense() {
+            for channel in 0..src.n_channel {
+                let mut ahead = moves.clone().skip(1);
+                for m in moves.clone() {
+                    if let Some(next) = ahead.next() {
+                        kernels::prefetch(
+                            src.at(channel, ends(next).0),
+                            PREFETCH.min(next.len as usize * elem_size),
+                        );
+                    }
+                    let (from, to) = ends(m);
+                    // SAFETY: the elements of a dense run are one range of bytes; valid by contract.
+                    unsafe {
+                        self.copy_run(src.at(channel, from), dst.at(channel, to), m.len as usize * elem_size);
+                    }
+                }
+            }
+            return;
+        }
+        for channels in (0..src.n_channel).step_by(TILE as usize) {
+            let channels = channels..src.n_channel.min(channels + TILE as usize);
+            for m in moves.clone() {
+                for skip in (0..m.len).step_by(TILE as usize) {
+                    let len = (m.len - skip).min(TILE);
+                    let (from, to) = ends(m);
+                    for channel in channels.clone() {
+                        let from = (src.at(channel, from + skip).cast_const(), src.cell_stride);
+                        let to = (dst.at(channel, to + skip), dst.cell_stride);
+                        // SAFETY: elements of cells of the move; valid by contract.
+                        unsafe { self.copy_elements(from, to, elem_size, len) };
                     }
                 }
             }
         }
     }
-    if run_bytes >= STREAM_MIN {
-        stream::fence();
-    }
-}
 
-/// Copies a range of bytes, from and to.
-pub(super) type CopyRun = unsafe fn(*const u8, *mut u8, usize);
-
-/// # Safety
-/// `n` bytes are valid for reads at `from` and for writes at `to`, and do not overlap.
-pub(super) unsafe fn plain_copy(from: *const u8, to: *mut u8, n: usize) {
-    // SAFETY: by contract.
-    unsafe { from.copy_to_nonoverlapping(to, n) };
-}
-
-/// Cells of short runs, one by one: without a loop inside the loop there is nothing to mispredict.
-#[derive(Debug, Default)]
-struct Singles {
-    from: Vec<u32>,
-    to: Vec<u32>,
-}
-
-/// How single cells are walked. One side is a blob as a rule, whose cells follow each other: then only the other
-/// side's are looked up.
-#[derive(Debug)]
-enum Order {
-    /// Ranges of the list whose `to` follow each other.
-    Gather(Vec<Range<usize>>),
-    /// Ranges of the list whose `from` follow each other.
-    Scatter(Vec<Range<usize>>),
-    Pairs,
-}
-
-impl Singles {
-    fn push(&mut self, m: Move) {
-        self.from.extend(m.src..m.src + m.len);
-        self.to.extend(m.dst..m.dst + m.len);
-    }
-
-    fn order(&self) -> Order {
-        // Shorter ranges on average are not worth their loop.
-        const LEAST_LEN: usize = 32;
-        let is_few = |ranges: &Vec<_>| ranges.len() <= self.from.len().div_ceil(LEAST_LEN);
-        let gather = consecutive(&self.to);
-        if is_few(&gather) {
-            return Order::Gather(gather);
+    /// Copies `len` elements whose addresses are a stride apart.
+    ///
+    /// # Safety
+    /// They are valid on both sides, and do not overlap.
+    unsafe fn copy_elements(
+        self,
+        from: (*const u8, usize),
+        to: (*mut u8, usize),
+        elem_size: usize,
+        len: u32,
+    ) {
+        for i in 0..len as usize {
+            let (from, to) = (from.0.wrapping_add(i * from.1), to.0.wrapping_add(i * to.1));
+            // SAFETY: an element, valid by contract; an array of bytes needs no alignment.
+            unsafe {
+                match elem_size {
+                    1 => to.write(from.read()),
+                    2 => to.cast::<[u8; 2]>().write(from.cast::<[u8; 2]>().read()),
+                    4 => to.cast::<[u8; 4]>().write(from.cast::<[u8; 4]>().read()),
+                    size => self.copy_run(from, to, size),
+                }
+            }
         }
-        let scatter = consecutive(&self.from);
-        if is_few(&scatter) { Order::Scatter(scatter) } else { Order::Pairs }
     }
 
     /// # Safety
-    /// As [`copy`], for elements of `SIZE` bytes; an order other than pairs is for dense grids.
-    unsafe fn copy<const SIZE: usize>(&self, order: &Order, dst: Grid, src: Grid, channel: usize) {
-        const BLOCK: usize = 8;
-        let (from, to) = (src.at(channel, 0), dst.at(channel, 0));
-        let (ranges, list, is_gather) = match order {
-            Order::Gather(ranges) => (ranges, &self.from, true),
-            Order::Scatter(ranges) => (ranges, &self.to, false),
-            Order::Pairs => {
-                for (&from, &to) in self.from.iter().zip(&self.to) {
-                    // SAFETY: by contract.
-                    unsafe { copy_elem::<SIZE>(src.at(channel, from), dst.at(channel, to)) };
-                }
-                return;
-            }
-        };
-        for range in ranges {
-            let first = if is_gather { self.to[range.start] } else { self.from[range.start] } as usize;
-            let cells = &list[range.clone()];
-            let blocks = cells.chunks_exact(BLOCK);
-            let rest = (first + cells.len() - blocks.remainder().len(), blocks.remainder());
-            let blocks = blocks.enumerate().map(|(i, block)| (first + i * BLOCK, block));
-            let each = |next: usize, cell: u32| {
-                let (a, b) = if is_gather { (cell as usize, next) } else { (next, cell as usize) };
-                // SAFETY: by contract; elements of a dense grid lie `SIZE` bytes apart.
-                unsafe { copy_elem::<SIZE>(from.wrapping_add(a * SIZE), to.wrapping_add(b * SIZE)) };
-            };
-            for (next, block) in blocks {
-                for (i, &cell) in block.iter().enumerate() {
-                    each(next + i, cell);
-                }
-            }
-            for (i, &cell) in rest.1.iter().enumerate() {
-                each(rest.0 + i, cell);
+    /// `n` bytes are valid for reads at `from` and for writes at `to`, and do not overlap.
+    unsafe fn copy_run(self, from: *const u8, to: *mut u8, n: usize) {
+        // SAFETY: by contract.
+        unsafe {
+            if self.streams && n >= STREAM_RUN_MIN {
+                (self.kernels.stream)(from, to, n);
+            } else {
+                from.copy_to_nonoverlapping(to, n);
             }
         }
     }
-}
 
-/// The ranges of `cells` in which each is the successor of the one before.
-fn consecutive(cells: &[u32]) -> Vec<Range<usize>> {
-    let mut ranges: Vec<Range<usize>> = Vec::new();
-    for (i, &cell) in cells.iter().enumerate() {
-        match ranges.last_mut() {
-            Some(range) if cells[range.end - 1] + 1 == cell => range.end = i + 1,
-            _ => ranges.push(i..i + 1),
+    fn fence(self) {
+        if self.streams {
+            kernels::fence();
         }
     }
-    ranges
-}
-
-/// Copies an element whose size the compiler knows: two instructions instead of a call.
-///
-/// # Safety
-/// `SIZE` bytes are valid for reads at `from` and for writes at `to`, and do not overlap.
-unsafe fn copy_elem<const SIZE: usize>(from: *const u8, to: *mut u8) {
-    // SAFETY: by contract; an array of bytes needs no alignment.
-    unsafe { to.cast::<[u8; SIZE]>().write(from.cast::<[u8; SIZE]>().read()) }
 }

@@ -2,18 +2,36 @@
 //!
 //! A plane is one layer's K or V of one stream. [`gather`] reads cells of many planes into a blob,
 //! [`scatter`] writes a blob's cells into many planes; both check the whole batch before the first byte.
+//!
+//! Downwards: `batch` cuts a batch into pieces for threads, `host` walks the cells of a piece, `kernels` copy.
 
+mod batch;
+mod cell_map;
+mod file;
 mod host;
+mod kernels;
 mod plane;
-mod stream;
+mod region;
+mod transfer;
 
 use std::ops::Range;
-use std::sync::Arc;
 
+pub use batch::{Scatter, TensorBytes, gather, scatter};
+pub use cell_map::CellMap;
+pub(crate) use file::{read_error, read_exact_at};
 pub use plane::{Plane, TensorAccess};
+pub use region::Region;
+pub use transfer::{Progress, ProgressCallback, Threads};
 
-use crate::error::{Error, Result};
-use crate::types::{Move, Run};
+use crate::error::Result;
+use crate::types::Run;
+
+/// The kernels that copy on this machine: "avx512", "avx2", "neon" or "plain". The environment variable
+/// `KVSTATE_KERNELS` can name others, which is for tests and for reports of bugs.
+#[must_use]
+pub fn kernels() -> &'static str {
+    kernels::Kernels::get().name
+}
 
 /// How the bytes of one plane are laid out. All sizes and strides are in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,14 +133,14 @@ impl PlaneShape {
     /// blob order.
     fn each_piece(
         &self,
-        runs: &[Run],
-        channels: &Range<u32>,
+        runs: &(impl Iterator<Item = Run> + Clone),
+        channels: Range<u32>,
         mut call: impl FnMut(u64, usize) -> Result<()>,
     ) -> Result<()> {
         let s = self.strides();
         let is_dense = s.cell_stride == s.elem_size;
-        for channel in channels.clone() {
-            for run in runs {
+        for channel in channels {
+            for run in runs.clone() {
                 let (n_pieces, cells) = if is_dense { (1, run.len) } else { (run.len, 1) };
                 for cell in run.start..run.start + n_pieces {
                     // No overflow: the cells lie in the plane, whose span can be addressed.
@@ -145,162 +163,4 @@ impl PlaneShape {
             }
         }
     }
-}
-
-/// Cells of one plane as they stand in a blob.
-///
-/// Rows: the rows one after another. Channels: one channel of all the cells, then the next.
-#[derive(Clone, Debug)]
-pub struct Region<'a> {
-    plane: &'a Plane,
-    runs: Arc<[Run]>,
-    n_cells: u32,
-    channels: Range<u32>,
-}
-
-impl<'a> Region<'a> {
-    /// The cells of `runs`, in that order.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if a run is empty or leaves the plane, or the runs have more cells than it.
-    pub fn new(plane: &'a Plane, runs: &Arc<[Run]>) -> Result<Self> {
-        let n_cells = plane.check_runs(runs)?;
-        let channels = 0..plane.shape().strides().n_channel;
-        Ok(Self { plane, runs: Arc::clone(runs), n_cells, channels })
-    }
-
-    /// Bytes of the region in a blob.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        // No overflow: cells do not overlap, so this is at most the plane's span.
-        self.channel_bytes() * u64::from(self.channels.end - self.channels.start)
-    }
-
-    /// Cuts the region into pieces, in blob order, of at most `max` bytes, but at least one row or channel.
-    ///
-    /// A region without cells has no pieces.
-    pub fn split(self, max: u64) -> impl Iterator<Item = Region<'a>> {
-        let pieces: Vec<Self> = match self.plane.shape() {
-            PlaneShape::Rows { row_size, .. } => cut(&self.runs, at_least_one(max / row_size))
-                .into_iter()
-                .map(|(runs, n_cells)| Self { runs: runs.into(), n_cells, ..self.clone() })
-                .collect(),
-            PlaneShape::Channels { .. } if self.n_cells == 0 => Vec::new(),
-            PlaneShape::Channels { .. } => {
-                let step = at_least_one(max / self.channel_bytes());
-                let end = self.channels.end;
-                self.channels
-                    .clone()
-                    .step_by(step as usize)
-                    .map(|start| Self {
-                        channels: start..end.min(start.saturating_add(step)),
-                        ..self.clone()
-                    })
-                    .collect()
-            }
-        };
-        pieces.into_iter()
-    }
-
-    /// The bytes themselves, where they lie in memory just as in a blob: a file write can skip the copy.
-    #[must_use]
-    pub fn as_contiguous(&self) -> Option<&'a [u8]> {
-        match *self.runs {
-            [run] => self.plane.contiguous(run, &self.channels),
-            _ => None,
-        }
-    }
-
-    /// The owner's name for the tensor, 0 if it gave none.
-    #[must_use]
-    pub fn tensor(&self) -> usize {
-        self.plane.tensor()
-    }
-
-    /// Calls with the offset (from the start of the plane) and the bytes of every contiguous piece, in blob order.
-    ///
-    /// # Errors
-    /// What `call` returns.
-    pub fn each_piece(&self, call: impl FnMut(u64, usize) -> Result<()>) -> Result<()> {
-        self.plane.shape().each_piece(&self.runs, &self.channels, call)
-    }
-
-    fn channel_bytes(&self) -> u64 {
-        u64::from(self.n_cells) * self.plane.shape().strides().elem_size
-    }
-}
-
-/// A step of a split, which neither stands still nor passes what a plane can have.
-fn at_least_one(count: u64) -> u32 {
-    u32::try_from(count).unwrap_or(u32::MAX).max(1)
-}
-
-/// `runs` in pieces of `max` cells, each with its number of cells; only the last may have fewer.
-fn cut(runs: &[Run], max: u32) -> Vec<(Vec<Run>, u32)> {
-    let mut pieces = Vec::new();
-    let (mut piece, mut n_cells) = (Vec::new(), 0);
-    for &Run { mut start, mut len } in runs {
-        while len > 0 {
-            let n = len.min(max - n_cells);
-            piece.push(Run { start, len: n });
-            n_cells += n;
-            start += n;
-            len -= n;
-            if n_cells == max {
-                pieces.push((std::mem::take(&mut piece), max));
-                n_cells = 0;
-            }
-        }
-    }
-    if n_cells > 0 {
-        pieces.push((piece, n_cells));
-    }
-    pieces
-}
-
-/// Writes every region of a batch to its offset (bytes) in `out`.
-///
-/// # Errors
-/// [`Error::BufferTooSmall`] if a region ends past `out`; nothing is written then.
-pub fn gather(batch: &[(u64, Region<'_>)], out: &mut [u8]) -> Result<()> {
-    let size = out.len() as u64;
-    let end = |(offset, region): &(u64, Region<'_>)| offset.saturating_add(region.bytes());
-    let need = batch.iter().map(end).max().unwrap_or(0);
-    if need > size {
-        return Err(Error::BufferTooSmall { need, size });
-    }
-    for (offset, region) in batch {
-        #[expect(clippy::cast_possible_truncation, reason = "both lie inside `out`")]
-        let (offset, bytes) = (*offset as usize, region.bytes() as usize);
-        region.plane.read(&region.runs, &region.channels, &mut out[offset..][..bytes])?;
-    }
-    Ok(())
-}
-
-/// One plane's part of a restore.
-#[derive(Debug)]
-pub struct Scatter<'a> {
-    /// Where the cells go.
-    pub plane: &'a mut Plane,
-    /// Which cells of the blob go to which cells of the plane.
-    pub moves: &'a [Move],
-    /// Cells in the blob.
-    pub n_src: u32,
-    /// The whole region of the `n_src` cells, in blob order.
-    pub src: &'a [u8],
-}
-
-/// Writes the moved cells of every part into its plane, and no other byte.
-///
-/// # Errors
-/// [`Error::InvalidArgument`] if `src` is not `n_src` cells, or a move is empty or leaves the blob or the
-/// plane; nothing is written then.
-pub fn scatter(batch: Vec<Scatter<'_>>) -> Result<()> {
-    for part in &batch {
-        part.plane.check_write(part.moves, part.n_src, part.src)?;
-    }
-    for part in batch {
-        part.plane.write(part.moves, part.n_src, part.src)?;
-    }
-    Ok(())
 }

@@ -6,10 +6,12 @@ use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
 
-use super::PlaneShape;
-use super::host::{self, ALIGN, Allocation, Grid, to_usize};
+use super::host::{self, ALIGN, Allocation, Grid, How, to_usize};
+use super::kernels::Kernels;
+use super::region::Rectangle;
+use super::{CellMap, PlaneShape};
 use crate::error::{Error, Result};
-use crate::types::{Move, Run};
+use crate::types::Run;
 
 /// How the owner of a tensor gives and takes its bytes. Offsets are in bytes, from the tensor's start.
 pub trait TensorAccess: Send + Sync + std::fmt::Debug {
@@ -156,22 +158,27 @@ impl Plane {
         self.tensor
     }
 
-    /// Zeroes the cells of `runs`, and no byte between them.
+    /// Whether it is reached through calls of its owner.
+    pub(super) fn is_remote(&self) -> bool {
+        matches!(self.memory, Memory::Remote(_))
+    }
+
+    /// Zeroes every cell, and no byte between cells.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] as for [`super::Region::new`]; nothing is written then.
-    pub fn zero(&mut self, runs: &[Run]) -> Result<()> {
-        self.check_runs(runs)?;
+    /// If the plane is remote and its owner's call fails.
+    pub fn zero_all(&mut self) -> Result<()> {
+        let all = Run { start: 0, len: self.kv_size };
         match &self.memory {
             Memory::Host { grid, .. } => {
-                // SAFETY: the runs lie in the plane, which is ours to write.
-                unsafe { host::zero(*grid, runs) };
+                // SAFETY: the run is all of the plane, which is ours to write.
+                unsafe { host::zero(*grid, all) };
                 Ok(())
             }
             Memory::Remote(access) => {
                 let zeroes = vec![0; 1 << 16];
                 let channels = 0..self.shape.strides().n_channel;
-                self.shape.each_piece(runs, &channels, |mut offset, mut bytes| {
+                self.shape.each_piece(&[all].into_iter(), channels, |mut offset, mut bytes| {
                     while bytes > 0 {
                         let n = bytes.min(zeroes.len());
                         access.set(self.tensor, offset, &zeroes[..n])?;
@@ -184,65 +191,53 @@ impl Plane {
         }
     }
 
-    /// Zeroes every cell, and no byte between cells.
+    /// Copies the cells of the stream that `map` names from another plane to the same cells of this one (`seq_cp`
+    /// across streams).
     ///
     /// # Errors
-    /// If the plane is remote and its owner's call fails.
-    pub fn zero_all(&mut self) -> Result<()> {
-        self.zero(&[Run { start: 0, len: self.kv_size }])
-    }
-
-    /// Copies the cells of `runs` from another plane to the same cells of this one (`seq_cp` across streams).
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if `src` has another shape or size, and as for [`super::Region::new`];
-    /// nothing is written then.
-    pub fn copy_cells_from(&mut self, src: &Self, runs: &[Run]) -> Result<()> {
+    /// [`Error::InvalidArgument`] if `src` has another shape or size, or the map leaves the plane; nothing is written
+    /// then.
+    pub fn copy_cells_from(&mut self, src: &Self, map: &CellMap) -> Result<()> {
         if (src.shape, src.kv_size) != (self.shape, self.kv_size) {
             let of = |plane: &Self| format!("{:?} with {} cells", plane.shape, plane.kv_size);
             return Err(Error::arg("src", format!("is {} (expected {})", of(src), of(self))));
         }
-        self.check_runs(runs)?;
+        self.check_cells(map)?;
         let (Memory::Host { grid: to, .. }, Memory::Host { grid: from, .. }) = (&self.memory, &src.memory)
         else {
             return Err(Error::arg("src", "is remote, and its owner has no call to copy between tensors"));
         };
-        let moves = runs.iter().map(|run| Move { src: run.start, dst: run.start, len: run.len });
-        // SAFETY: the runs lie in both planes, which are of one shape; this one is ours to write; elements of
+        let how = How { kernels: Kernels::get(), streams: false };
+        // SAFETY: the cells lie in both planes, which are of one shape; this one is ours to write; elements of
         // two planes do not overlap.
-        unsafe { host::copy(*to, *from, moves) };
+        unsafe { how.copy_plane(*to, *from, map.runs_in(0..map.src_end())) };
         Ok(())
     }
 
-    /// Checks that `runs` are cells of this plane, and counts them.
-    pub(super) fn check_runs(&self, runs: &[Run]) -> Result<u32> {
-        check_ranges("runs", runs.iter().map(|run| (run.start, run.len)), self.kv_size)
+    /// Checks that the map names cells of this plane.
+    pub(super) fn check_cells(&self, map: &CellMap) -> Result<()> {
+        if map.dst_end() <= self.kv_size {
+            return Ok(());
+        }
+        let last = map.dst_end() - 1;
+        Err(Error::arg("map", format!("cell {last} is not among the {} of the plane", self.kv_size)))
     }
 
-    /// Copies `channels` of the cells of `runs` to `out`, in blob order.
-    pub(super) fn read(&self, runs: &[Run], channels: &Range<u32>, out: &mut [u8]) -> Result<()> {
-        let n_cells = self.check_runs(runs)?;
-        let n_channel = u64::from(channels.end - channels.start);
-        let need = u64::from(n_cells) * self.shape.strides().elem_size * n_channel;
-        if need != out.len() as u64 {
-            return Err(Error::BufferTooSmall { need, size: out.len() as u64 });
-        }
+    /// Copies the blob's cells of `block` to `out`, in blob order.
+    pub(super) fn read(&self, map: &CellMap, block: &Rectangle, out: &mut [u8], how: How) -> Result<()> {
+        self.check_block(map, block, out.len())?;
         match &self.memory {
             Memory::Host { grid, .. } => {
-                let grid = grid.channels(channels);
-                let mut dst = 0;
-                let moves = runs.iter().map(|run| {
-                    dst += run.len;
-                    Move { src: run.start, dst: dst - run.len, len: run.len }
-                });
-                // SAFETY: the runs lie in the plane and the channels too; `out` has just the bytes of `n_cells`
-                // cells, which the moves fill one by one; by `adopt` a `&mut [u8]` does not lie on a plane.
-                unsafe { host::copy(grid.blob(out.as_mut_ptr(), n_cells), grid, moves) };
+                let grid = grid.channels(&block.channels);
+                // SAFETY: the map's cells lie in the plane and the channels too, as was checked; `out` has just the
+                // bytes of the block; by `adopt` a `&mut [u8]` does not lie on a plane.
+                unsafe { how.gather(grid, self.kv_size, map, block.cells.clone(), out.as_mut_ptr()) };
                 Ok(())
             }
             Memory::Remote(access) => {
                 let mut out = out;
-                self.shape.each_piece(runs, channels, |offset, bytes| {
+                let runs = map.runs_in(block.cells.clone());
+                self.shape.each_piece(&runs, block.channels.clone(), |offset, bytes| {
                     let (piece, rest) = std::mem::take(&mut out).split_at_mut(bytes);
                     out = rest;
                     access.get(self.tensor, offset, piece)
@@ -251,42 +246,52 @@ impl Plane {
         }
     }
 
-    /// Checks what [`Plane::write`] demands.
-    pub(super) fn check_write(&self, moves: &[Move], n_src: u32, src: &[u8]) -> Result<()> {
+    /// Checks what a restore of `n_src` cells of `bytes` bytes demands.
+    pub(super) fn check_write(&self, map: &CellMap, n_src: u32, bytes: u64) -> Result<()> {
         let need = u64::from(n_src).checked_mul(self.shape.cell_bytes());
-        if need != Some(src.len() as u64) {
+        if need != Some(bytes) {
             let cells = format!("{n_src} cells of {} bytes", self.shape.cell_bytes());
-            return Err(Error::arg("src", format!("has {} bytes (expected {cells})", src.len())));
+            return Err(Error::arg("src", format!("has {bytes} bytes (expected {cells})")));
         }
-        check_ranges("moves.dst", moves.iter().map(|m| (m.dst, m.len)), self.kv_size)?;
-        check_ranges("moves.src", moves.iter().map(|m| (m.src, m.len)), n_src)?;
-        Ok(())
+        if map.src_end() > n_src {
+            let last = map.src_end() - 1;
+            return Err(Error::arg("map", format!("cell {last} is not among the {n_src} of the blob")));
+        }
+        self.check_cells(map)
     }
 
-    /// Copies cells of `src`, which are `n_src` in blob order, to cells of the plane.
-    pub(super) fn write(&mut self, moves: &[Move], n_src: u32, src: &[u8]) -> Result<()> {
-        self.check_write(moves, n_src, src)?;
+    /// Copies the blob's cells of `block`, which are `src`, to cells of the plane.
+    ///
+    /// # Safety
+    /// The plane is borrowed for writing, and no other call reads or writes the cells of the block meanwhile.
+    pub(super) unsafe fn write(&self, map: &CellMap, block: &Rectangle, src: &[u8], how: How) -> Result<()> {
+        self.check_block(map, block, src.len())?;
         match &self.memory {
             Memory::Host { grid, .. } => {
-                let blob = grid.blob(src.as_ptr().cast_mut(), n_src);
-                // SAFETY: the moves lead from cells of `src`, which is only read, to cells of the plane, which is
-                // ours to write; a `&[u8]` does not lie on it: not by `adopt`, nor made by `contiguous`, which
-                // borrows it.
-                unsafe { host::copy(*grid, blob, moves.iter().copied()) };
+                let grid = grid.channels(&block.channels);
+                // SAFETY: the map's cells lie in the plane, as was checked, which the caller may write; `src` has just
+                // the bytes of the block; a `&[u8]` does not lie on a plane: not by `adopt`, nor made by `contiguous`,
+                // which borrows it.
+                unsafe { how.scatter(grid, map, block.cells.clone(), src.as_ptr()) };
                 Ok(())
             }
             Memory::Remote(access) => {
-                // No overflow, and all inside `src`: it has the bytes of `n_src` cells, which the moves name.
-                let s = self.shape.strides();
-                let n_src = u64::from(n_src);
-                for channel in 0..s.n_channel {
-                    for m in moves {
-                        let mut at = to_usize((u64::from(channel) * n_src + u64::from(m.src)) * s.elem_size)?;
+                let cells = u64::from(block.cells.end - block.cells.start);
+                for channel in block.channels.clone() {
+                    for m in map.moves_in(block.cells.clone()) {
+                        // No overflow, and all inside `src`: it has the bytes of the block, which the moves are of.
+                        let at = u64::from(channel - block.channels.start) * cells
+                            + u64::from(m.src - block.cells.start);
+                        let mut at = to_usize(at * block.elem_size)?;
                         let run = Run { start: m.dst, len: m.len };
-                        self.shape.each_piece(&[run], &(channel..channel + 1), |offset, bytes| {
-                            at += bytes;
-                            access.set(self.tensor, offset, &src[at - bytes..at])
-                        })?;
+                        self.shape.each_piece(
+                            &[run].into_iter(),
+                            channel..channel + 1,
+                            |offset, bytes| {
+                                at += bytes;
+                                access.set(self.tensor, offset, &src[at - bytes..at])
+                            },
+                        )?;
                     }
                 }
                 Ok(())
@@ -294,9 +299,18 @@ impl Plane {
         }
     }
 
-    /// `channels` of the cells of `run`, if they lie in memory just as in a blob.
+    /// Checks that a piece of a batch fits the plane and its bytes. Always so: it is what `unsafe` code relies on.
+    fn check_block(&self, map: &CellMap, block: &Rectangle, bytes: usize) -> Result<()> {
+        let s = self.shape.strides();
+        let fits = block.channels.end <= s.n_channel
+            && block.elem_size == s.elem_size
+            && block.bytes() == bytes as u64
+            && map.dst_end() <= self.kv_size;
+        if fits { Ok(()) } else { Err(Error::Internal(format!("{block:?} of {bytes} bytes in {self:?}"))) }
+    }
+
+    /// `channels` of the cells of `run`, which are the plane's, if they lie in memory just as in a blob.
     pub(super) fn contiguous(&self, run: Run, channels: &Range<u32>) -> Option<&[u8]> {
-        self.check_runs(&[run]).ok()?;
         let Memory::Host { grid, .. } = &self.memory else { return None };
         let grid = grid.channels(channels);
         let bytes = run.len as usize * grid.elem_size;
@@ -308,20 +322,4 @@ impl Plane {
             unsafe { slice::from_raw_parts(grid.at(0, run.start), bytes * grid.n_channel) }
         })
     }
-}
-
-/// Checks that none of the ranges (start, len) is empty or leaves `0..size`, and that they have no more than
-/// `size` cells together, which they return.
-fn check_ranges(name: &str, ranges: impl Iterator<Item = (u32, u32)>, size: u32) -> Result<u32> {
-    let mut n_cells = 0_u32;
-    for (start, len) in ranges {
-        if len == 0 || start.checked_add(len).is_none_or(|end| end > size) {
-            return Err(Error::arg(name, format!("{len} cells at {start} are not among {size} cells")));
-        }
-        match n_cells.checked_add(len) {
-            Some(sum) if sum <= size => n_cells = sum,
-            _ => return Err(Error::arg(name, format!("have more than {size} cells"))),
-        }
-    }
-    Ok(n_cells)
 }

@@ -1,0 +1,197 @@
+//! AVX-512 with VBMI2: 64-byte stores past the cache, compression and expansion by a mask.
+
+use std::arch::x86_64::{
+    __m512i, _bzhi_u32, _bzhi_u64, _mm512_loadu_si512, _mm512_mask_storeu_epi8, _mm512_mask_storeu_epi16,
+    _mm512_mask_storeu_epi32, _mm512_maskz_compress_epi8, _mm512_maskz_compress_epi16,
+    _mm512_maskz_compress_epi32, _mm512_maskz_expand_epi8, _mm512_maskz_expand_epi16,
+    _mm512_maskz_expand_epi32, _mm512_maskz_loadu_epi8, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_epi32,
+    _mm512_storeu_si512, _mm512_stream_si512,
+};
+
+use super::{Block, Kernels};
+
+pub(super) static KERNELS: Kernels = Kernels {
+    name: "avx512",
+    stream,
+    compress: [compress_1, compress_2, compress_4],
+    expand: [expand_1, expand_2, expand_4],
+};
+
+/// Bytes of a step: four cache lines.
+const STEP: usize = 256;
+
+unsafe fn stream(from: *const u8, to: *mut u8, n: usize) {
+    // SAFETY: by contract.
+    unsafe { stream_run(from, to, n) };
+}
+
+#[target_feature(enable = "avx512f,avx512bw,bmi2")]
+#[expect(clippy::cast_ptr_alignment, reason = "loads need none; the head aligns the stores")]
+#[expect(clippy::cast_possible_truncation, reason = "at most 64")]
+unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
+    // Shorter runs are mostly head and tail.
+    if left < 2 * STEP {
+        // SAFETY: by contract.
+        unsafe { from.copy_to_nonoverlapping(to, left) };
+        return;
+    }
+    let head = to.align_offset(64);
+    // SAFETY: by contract: head < 64 < left, masks leave out what is not among the bytes that are left, and `to` is
+    // aligned to a cache line from the head on.
+    unsafe {
+        let mask = _bzhi_u64(u64::MAX, head as u32);
+        _mm512_mask_storeu_epi8(to.cast(), mask, _mm512_maskz_loadu_epi8(mask, from.cast()));
+        (from, to, left) = (from.add(head), to.add(head), left - head);
+        while left >= STEP {
+            let (source, target) = (from.cast::<__m512i>(), to.cast::<__m512i>());
+            // Written out: a helper without the feature would not be inlined.
+            let w0 = _mm512_loadu_si512(source);
+            let w1 = _mm512_loadu_si512(source.add(1));
+            let w2 = _mm512_loadu_si512(source.add(2));
+            let w3 = _mm512_loadu_si512(source.add(3));
+            _mm512_stream_si512(target, w0);
+            _mm512_stream_si512(target.add(1), w1);
+            _mm512_stream_si512(target.add(2), w2);
+            _mm512_stream_si512(target.add(3), w3);
+            (from, to, left) = (from.add(STEP), to.add(STEP), left - STEP);
+        }
+        while left > 0 {
+            let n = left.min(64);
+            let mask = _bzhi_u64(u64::MAX, n as u32);
+            _mm512_mask_storeu_epi8(to.cast(), mask, _mm512_maskz_loadu_epi8(mask, from.cast()));
+            (from, to, left) = (from.add(n), to.add(n), left - n);
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
+unsafe fn compress_each_1(plane: *const u8, blocks: &[Block], blob: *mut u8) {
+    for block in blocks {
+        let from = plane.wrapping_add(block.cell as usize);
+        let to = blob.wrapping_add(block.blob as usize);
+        // SAFETY: by contract; the load is of the elements alone, the store ends in the slack.
+        unsafe {
+            let elements = _mm512_maskz_loadu_epi8(block.mask, from.cast());
+            _mm512_storeu_si512(to.cast(), _mm512_maskz_compress_epi8(block.mask, elements));
+        }
+    }
+}
+
+unsafe fn compress_1(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
+    // SAFETY: by contract.
+    unsafe { compress_each_1(plane, blocks, blob) };
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
+#[expect(clippy::cast_possible_truncation, reason = "half a mask at a time")]
+unsafe fn compress_each_2(plane: *const u8, blocks: &[Block], blob: *mut u8) {
+    for block in blocks {
+        let from = plane.wrapping_add(2 * block.cell as usize);
+        let to = blob.wrapping_add(2 * block.blob as usize);
+        let (low, high) = (block.mask as u32, (block.mask >> 32) as u32);
+        // SAFETY: by contract; loads are of the elements alone, stores end in the slack.
+        unsafe {
+            let elements = _mm512_maskz_loadu_epi16(low, from.cast());
+            _mm512_storeu_si512(to.cast(), _mm512_maskz_compress_epi16(low, elements));
+            let to = to.wrapping_add(2 * low.count_ones() as usize);
+            let elements = _mm512_maskz_loadu_epi16(high, from.wrapping_add(64).cast());
+            _mm512_storeu_si512(to.cast(), _mm512_maskz_compress_epi16(high, elements));
+        }
+    }
+}
+
+unsafe fn compress_2(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
+    // SAFETY: by contract.
+    unsafe { compress_each_2(plane, blocks, blob) };
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
+#[expect(clippy::cast_possible_truncation, reason = "a quarter of a mask at a time")]
+unsafe fn compress_each_4(plane: *const u8, blocks: &[Block], blob: *mut u8) {
+    for block in blocks {
+        let mut from = plane.wrapping_add(4 * block.cell as usize);
+        let mut to = blob.wrapping_add(4 * block.blob as usize);
+        for quarter in 0..4 {
+            let mask = (block.mask >> (16 * quarter)) as u16;
+            // SAFETY: by contract; the load is of the elements alone, the store ends in the slack.
+            unsafe {
+                let elements = _mm512_maskz_loadu_epi32(mask, from.cast());
+                _mm512_storeu_si512(to.cast(), _mm512_maskz_compress_epi32(mask, elements));
+            }
+            from = from.wrapping_add(64);
+            to = to.wrapping_add(4 * mask.count_ones() as usize);
+        }
+    }
+}
+
+unsafe fn compress_4(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
+    // SAFETY: by contract.
+    unsafe { compress_each_4(plane, blocks, blob) };
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,bmi2,popcnt")]
+unsafe fn expand_each_1(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+    for block in blocks {
+        let to = plane.wrapping_add(block.cell as usize);
+        let from = blob.wrapping_add(block.blob as usize);
+        // SAFETY: by contract; load and store are of the elements alone.
+        unsafe {
+            let elements = _mm512_maskz_loadu_epi8(_bzhi_u64(u64::MAX, block.mask.count_ones()), from.cast());
+            _mm512_mask_storeu_epi8(to.cast(), block.mask, _mm512_maskz_expand_epi8(block.mask, elements));
+        }
+    }
+}
+
+unsafe fn expand_1(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+    // SAFETY: by contract.
+    unsafe { expand_each_1(plane, blocks, blob) };
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,bmi2,popcnt")]
+#[expect(clippy::cast_possible_truncation, reason = "half a mask at a time")]
+unsafe fn expand_each_2(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+    for block in blocks {
+        let mut to = plane.wrapping_add(2 * block.cell as usize);
+        let mut from = blob.wrapping_add(2 * block.blob as usize);
+        for half in 0..2 {
+            let mask = (block.mask >> (32 * half)) as u32;
+            // SAFETY: by contract; load and store are of the elements alone.
+            unsafe {
+                let elements = _mm512_maskz_loadu_epi16(_bzhi_u32(u32::MAX, mask.count_ones()), from.cast());
+                _mm512_mask_storeu_epi16(to.cast(), mask, _mm512_maskz_expand_epi16(mask, elements));
+            }
+            to = to.wrapping_add(64);
+            from = from.wrapping_add(2 * mask.count_ones() as usize);
+        }
+    }
+}
+
+unsafe fn expand_2(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+    // SAFETY: by contract.
+    unsafe { expand_each_2(plane, blocks, blob) };
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,bmi2,popcnt")]
+#[expect(clippy::cast_possible_truncation, reason = "a quarter of a mask at a time")]
+unsafe fn expand_each_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+    for block in blocks {
+        let mut to = plane.wrapping_add(4 * block.cell as usize);
+        let mut from = blob.wrapping_add(4 * block.blob as usize);
+        for quarter in 0..4 {
+            let mask = (block.mask >> (16 * quarter)) as u16;
+            // SAFETY: by contract; load and store are of the elements alone.
+            unsafe {
+                let among = _bzhi_u32(u32::MAX, mask.count_ones()) as u16;
+                let elements = _mm512_maskz_loadu_epi32(among, from.cast());
+                _mm512_mask_storeu_epi32(to.cast(), mask, _mm512_maskz_expand_epi32(mask, elements));
+            }
+            to = to.wrapping_add(64);
+            from = from.wrapping_add(4 * mask.count_ones() as usize);
+        }
+    }
+}
+
+unsafe fn expand_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+    // SAFETY: by contract.
+    unsafe { expand_each_4(plane, blocks, blob) };
+}

@@ -1,0 +1,68 @@
+//! What a caller says about a transfer: on how many threads, and whether to go on.
+
+use std::fmt;
+use std::num::NonZeroUsize;
+use std::ops::ControlFlow;
+use std::sync::LazyLock;
+use std::thread;
+
+use crate::error::{Error, Result};
+
+/// Threads that copy, the caller's included. What is too small for them takes fewer.
+///
+/// By default as many as the machine has cores, at most 4: more do not make memory faster.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Threads(Option<NonZeroUsize>);
+
+impl Threads {
+    /// At most `n`; 0: the default.
+    #[must_use]
+    pub const fn new(n: usize) -> Self {
+        Self(NonZeroUsize::new(n))
+    }
+
+    /// Threads to use at most.
+    #[must_use]
+    pub fn count(self) -> usize {
+        // Asking the system reads files.
+        static DEFAULT: LazyLock<usize> =
+            LazyLock::new(|| thread::available_parallelism().map_or(1, NonZeroUsize::get).min(4));
+        self.0.map_or_else(|| *DEFAULT, NonZeroUsize::get)
+    }
+}
+
+/// How far a transfer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes that are moved.
+    pub done: u64,
+    /// Bytes to move.
+    pub total: u64,
+}
+
+/// Told how far a transfer is, on the thread of the call.
+pub struct ProgressCallback(Box<dyn FnMut(Progress) -> ControlFlow<()> + Send>);
+
+impl ProgressCallback {
+    /// Calls `report`, which cancels the transfer with [`ControlFlow::Break`].
+    pub fn new(report: impl FnMut(Progress) -> ControlFlow<()> + Send + 'static) -> Self {
+        Self(Box::new(report))
+    }
+
+    /// Reports.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`].
+    pub(crate) fn report(&mut self, done: u64, total: u64) -> Result<()> {
+        match (self.0)(Progress { done, total }) {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => Err(Error::Cancelled { done, total }),
+        }
+    }
+}
+
+impl fmt::Debug for ProgressCallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("ProgressCallback")
+    }
+}
