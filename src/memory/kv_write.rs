@@ -61,6 +61,9 @@ impl WriteParams {
     }
 }
 
+/// Cells whose metadata is handed to a sink at a time.
+const METAS_AT_ONCE: usize = 4096;
+
 impl Geometry {
     /// Writes what a state holds of one stream: `cells`, ascending, with their metas, and their bytes in the
     /// stream's planes.
@@ -68,7 +71,7 @@ impl Geometry {
         &self,
         sink: &mut impl Sink<'a>,
         scope: Scope,
-        metas: impl IntoIterator<Item = CellMeta>,
+        mut metas: impl Iterator<Item = CellMeta> + Clone,
         cells: &[u32],
         planes: StreamPlanes<'a>,
     ) -> Result<()> {
@@ -76,26 +79,49 @@ impl Geometry {
         if cells.is_empty() {
             return Ok(());
         }
-        for meta in metas {
-            self.write_meta(sink, scope, meta)?;
+        // Not all at once: a sink may have to hold what it is given. One that only counts does not ask for it.
+        let mut counted = metas.clone();
+        for cells in cells.chunks(METAS_AT_ONCE) {
+            let n_seq_id = |meta: CellMeta| meta.seqs.len() as usize;
+            let n_seq_ids = match scope {
+                Scope::Seq(_) => cells.len(),
+                Scope::Whole => counted.by_ref().take(cells.len()).map(n_seq_id).sum(),
+            };
+            let words_per_cell = if self.cell_ext { 5 } else { 2 };
+            sink.write_with(4 * (words_per_cell * cells.len() + n_seq_ids), |out| {
+                let mut words = out.as_chunks_mut().0.iter_mut();
+                for meta in metas.by_ref().take(cells.len()) {
+                    self.write_meta(&mut words, scope, meta);
+                }
+            })?;
         }
         self.write_data(sink, cells, planes)
     }
 
-    fn write_meta<'a>(&self, sink: &mut impl Sink<'a>, scope: Scope, meta: CellMeta) -> Result<()> {
-        sink.write_i32(meta.pos)?;
-        sink.write_u32(match scope {
+    fn write_meta<'w>(
+        &self,
+        words: &mut impl Iterator<Item = &'w mut [u8; 4]>,
+        scope: Scope,
+        meta: CellMeta,
+    ) {
+        let mut put = |value: i32| {
+            if let Some(word) = words.next() {
+                *word = value.to_le_bytes();
+            }
+        };
+        put(meta.pos);
+        put(match scope {
             Scope::Seq(_) => 1,
-            Scope::Whole => meta.seqs.len(),
-        })?;
+            Scope::Whole => meta.seqs.len().cast_signed(),
+        });
         if self.cell_ext {
-            sink.write_i32(meta.ext.x)?;
-            sink.write_i32(meta.ext.y)?;
-            sink.write_i32(meta.ext.tok)?;
+            put(meta.ext.x);
+            put(meta.ext.y);
+            put(meta.ext.tok);
         }
         match scope {
-            Scope::Seq(seq) => sink.write_i32(seq.id()),
-            Scope::Whole => meta.seqs.iter().try_for_each(|seq| sink.write_i32(seq.id())),
+            Scope::Seq(seq) => put(seq.id()),
+            Scope::Whole => meta.seqs.iter().for_each(|seq| put(seq.id())),
         }
     }
 

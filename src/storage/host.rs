@@ -5,13 +5,13 @@
 #![allow(unsafe_code, reason = "tensor memory belongs to the engine as well: it can only be a raw pointer")]
 
 use std::alloc::{self, Layout};
-use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::slice;
 
 use super::PlaneShape;
 use super::cell_map::{CellMap, StepIn};
-use super::kernels::{self, Kernels, SLACK};
+use super::kernels::{self, Block, Compress, Kernels, SLACK};
 use crate::error::{Error, Result};
 use crate::types::{Move, Run};
 
@@ -138,19 +138,46 @@ pub(super) struct How {
 }
 
 /// Bytes from which on a run is streamed: a shorter one is mostly the parts of cache lines at its ends.
-const STREAM_RUN_MIN: usize = 1024;
-
-/// Bytes of elements that are picked at a time, before they are copied to where they belong: less than any
-/// first-level cache.
-const PICKED: usize = 8 << 10;
-
-/// Room for what is picked.
-#[repr(C, align(64))]
-struct Picked([MaybeUninit<u8>; PICKED + SLACK]);
+const STREAM_RUN_MIN: usize = 256;
 
 /// Cells and channels of a tile: where one side goes through them across the order of its memory, it finds the tile's
 /// cache lines still there.
 const TILE: u32 = 64;
+
+/// Picks the elements of `blocks` out of a channel (the address of its cell 0, its number of cells, the bytes of an
+/// element) to a blob (the address of its cell 0).
+///
+/// A kernel may write [`SLACK`] bytes behind what it picks. They lie before `end` and are overwritten later, or the
+/// elements take a way round.
+///
+/// # Safety
+/// The elements are valid on both sides; so are the bytes of the blob up to `end`.
+unsafe fn pick(
+    compress: Compress,
+    (channel, kv_size, elem_size): (*const u8, u32, usize),
+    blocks: &[Block],
+    blob: *mut u8,
+    end: *mut u8,
+) {
+    let room_behind = |block: &Block| end.addr() - (blob.addr() + block.blob_end() as usize * elem_size);
+    let n_last = blocks.iter().rev().take_while(|block| room_behind(block) < SLACK).count();
+    let (blocks, last) = blocks.split_at(blocks.len() - n_last);
+    // SAFETY: by contract; there is slack.
+    unsafe { compress(channel, kv_size, blocks, blob) };
+    for block in last {
+        let mut room = [0_u8; 64 * MAX_PICKED_ELEM + SLACK];
+        let start = block.blob as usize * elem_size;
+        let at_start = room.as_mut_ptr().wrapping_sub(start);
+        // SAFETY: by contract; the room has that of 64 elements, and the slack.
+        unsafe {
+            compress(channel, kv_size, slice::from_ref(block), at_start);
+            room.as_ptr().copy_to_nonoverlapping(blob.wrapping_add(start), block.len() as usize * elem_size);
+        }
+    }
+}
+
+/// Bytes of the largest element that has a kernel.
+const MAX_PICKED_ELEM: usize = 4;
 
 /// Bytes of a row to fetch ahead: the machine's own prefetch follows a row, but does not find the next.
 const PREFETCH: usize = 1024;
@@ -165,31 +192,19 @@ impl How {
         let blob = plane.blob(out, &cells);
         match self.kernels.elements(plane.elem_size).filter(|_| plane.is_dense()) {
             Some((compress, _)) => {
-                let mut picked = Picked([MaybeUninit::uninit(); PICKED + SLACK]);
-                let room = picked.0.as_mut_ptr().cast::<u8>();
-                // Blocks of 64 elements.
-                let n_blocks = PICKED / (64 * plane.elem_size);
+                let end = blob.at(plane.n_channel - 1, cells.end);
                 for channel in 0..plane.n_channel {
                     map.each_step_in(cells.clone(), |step| match step {
                         // SAFETY: the elements of a dense run are one range of bytes; valid by contract.
                         StepIn::Run(m) => unsafe {
                             let bytes = m.len as usize * plane.elem_size;
+                            kernels::prefetch(plane.at(channel + 1, m.dst), PREFETCH.min(bytes));
                             self.copy_run(plane.at(channel, m.dst), blob.at(channel, m.src), bytes);
                         },
                         StepIn::Blocks(blocks) => {
-                            for blocks in blocks.chunks(n_blocks) {
-                                let (Some(first), Some(last)) = (blocks.first(), blocks.last()) else {
-                                    continue;
-                                };
-                                let room_of_blob = room.wrapping_sub(first.blob as usize * plane.elem_size);
-                                let bytes = (last.blob_end() - first.blob) as usize * plane.elem_size;
-                                // SAFETY: the blocks have cells of the plane and follow each other in the blob; the
-                                // room holds the elements of as many, and the slack.
-                                unsafe {
-                                    compress(plane.at(channel, 0), kv_size, blocks, room_of_blob);
-                                    self.copy_run(room, blob.at(channel, first.blob), bytes);
-                                }
-                            }
+                            let elements = (plane.at(channel, 0).cast_const(), kv_size, plane.elem_size);
+                            // SAFETY: by contract; what is behind the blocks in `out` is written later.
+                            unsafe { pick(compress, elements, blocks, blob.at(channel, 0), end) };
                         }
                     });
                 }

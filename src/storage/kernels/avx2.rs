@@ -6,7 +6,7 @@ use std::arch::x86_64::{
 };
 
 use super::shuffle::{PATTERNS, lanes};
-use super::{Block, Kernels, plain};
+use super::{AHEAD, Block, Kernels, plain, prefetch};
 
 pub(super) static KERNELS: Kernels = Kernels {
     name: "avx2",
@@ -27,7 +27,7 @@ unsafe fn stream(from: *const u8, to: *mut u8, n: usize) {
 #[expect(clippy::cast_ptr_alignment, reason = "loads need none; the head aligns the stores")]
 unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
     // Shorter runs are mostly head and tail.
-    if left < 4 * STEP {
+    if left < 2 * STEP {
         // SAFETY: by contract.
         unsafe { from.copy_to_nonoverlapping(to, left) };
         return;
@@ -88,6 +88,7 @@ unsafe fn compress<const SIZE: usize>(plane: *const u8, kv_size: u32, blocks: &[
         }
         let from = plane.wrapping_add(block.cell as usize * SIZE);
         let mut to = blob.wrapping_add(block.blob as usize * SIZE);
+        prefetch(from.wrapping_add(AHEAD), 64 * SIZE);
         for group in 0..64 / lanes {
             let mask = (block.mask >> (group * lanes)) as usize & ((1 << lanes) - 1);
             let pattern = &patterns[mask];

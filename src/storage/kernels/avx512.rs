@@ -8,7 +8,7 @@ use std::arch::x86_64::{
     _mm512_storeu_si512, _mm512_stream_si512,
 };
 
-use super::{Block, Kernels};
+use super::{AHEAD, Block, Kernels, prefetch};
 
 pub(super) static KERNELS: Kernels = Kernels {
     name: "avx512",
@@ -30,7 +30,7 @@ unsafe fn stream(from: *const u8, to: *mut u8, n: usize) {
 #[expect(clippy::cast_possible_truncation, reason = "at most 64")]
 unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
     // Shorter runs are mostly head and tail.
-    if left < 2 * STEP {
+    if left < 128 {
         // SAFETY: by contract.
         unsafe { from.copy_to_nonoverlapping(to, left) };
         return;
@@ -55,12 +55,12 @@ unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
             _mm512_stream_si512(target.add(3), w3);
             (from, to, left) = (from.add(STEP), to.add(STEP), left - STEP);
         }
-        while left > 0 {
-            let n = left.min(64);
-            let mask = _bzhi_u64(u64::MAX, n as u32);
-            _mm512_mask_storeu_epi8(to.cast(), mask, _mm512_maskz_loadu_epi8(mask, from.cast()));
-            (from, to, left) = (from.add(n), to.add(n), left - n);
+        while left >= 64 {
+            _mm512_stream_si512(to.cast::<__m512i>(), _mm512_loadu_si512(from.cast()));
+            (from, to, left) = (from.add(64), to.add(64), left - 64);
         }
+        let mask = _bzhi_u64(u64::MAX, left as u32);
+        _mm512_mask_storeu_epi8(to.cast(), mask, _mm512_maskz_loadu_epi8(mask, from.cast()));
     }
 }
 
@@ -69,6 +69,7 @@ unsafe fn compress_each_1(plane: *const u8, blocks: &[Block], blob: *mut u8) {
     for block in blocks {
         let from = plane.wrapping_add(block.cell as usize);
         let to = blob.wrapping_add(block.blob as usize);
+        prefetch(from.wrapping_add(AHEAD), 64);
         // SAFETY: by contract; the load is of the elements alone, the store ends in the slack.
         unsafe {
             let elements = _mm512_maskz_loadu_epi8(block.mask, from.cast());
@@ -89,6 +90,7 @@ unsafe fn compress_each_2(plane: *const u8, blocks: &[Block], blob: *mut u8) {
         let from = plane.wrapping_add(2 * block.cell as usize);
         let to = blob.wrapping_add(2 * block.blob as usize);
         let (low, high) = (block.mask as u32, (block.mask >> 32) as u32);
+        prefetch(from.wrapping_add(AHEAD), 128);
         // SAFETY: by contract; loads are of the elements alone, stores end in the slack.
         unsafe {
             let elements = _mm512_maskz_loadu_epi16(low, from.cast());
@@ -111,6 +113,7 @@ unsafe fn compress_each_4(plane: *const u8, blocks: &[Block], blob: *mut u8) {
     for block in blocks {
         let mut from = plane.wrapping_add(4 * block.cell as usize);
         let mut to = blob.wrapping_add(4 * block.blob as usize);
+        prefetch(from.wrapping_add(AHEAD), 256);
         for quarter in 0..4 {
             let mask = (block.mask >> (16 * quarter)) as u16;
             // SAFETY: by contract; the load is of the elements alone, the store ends in the slack.
@@ -133,6 +136,7 @@ unsafe fn compress_4(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *m
 unsafe fn expand_each_1(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     for block in blocks {
         let to = plane.wrapping_add(block.cell as usize);
+        prefetch(to.wrapping_add(AHEAD), 64);
         let from = blob.wrapping_add(block.blob as usize);
         // SAFETY: by contract; load and store are of the elements alone.
         unsafe {
@@ -153,6 +157,7 @@ unsafe fn expand_each_2(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     for block in blocks {
         let mut to = plane.wrapping_add(2 * block.cell as usize);
         let mut from = blob.wrapping_add(2 * block.blob as usize);
+        prefetch(to.wrapping_add(AHEAD), 128);
         for half in 0..2 {
             let mask = (block.mask >> (32 * half)) as u32;
             // SAFETY: by contract; load and store are of the elements alone.
@@ -177,6 +182,7 @@ unsafe fn expand_each_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     for block in blocks {
         let mut to = plane.wrapping_add(4 * block.cell as usize);
         let mut from = blob.wrapping_add(4 * block.blob as usize);
+        prefetch(to.wrapping_add(AHEAD), 256);
         for quarter in 0..4 {
             let mask = (block.mask >> (16 * quarter)) as u16;
             // SAFETY: by contract; load and store are of the elements alone.

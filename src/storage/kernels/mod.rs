@@ -77,6 +77,11 @@ pub(super) type Expand = unsafe fn(plane: *mut u8, blocks: &[Block], blob: *cons
 /// Bytes behind the elements of a blob that [`Kernels::compress`] may write as well.
 pub(super) const SLACK: usize = 64;
 
+/// Bytes ahead that are fetched while elements are picked or put: the machine's own prefetch ends with a page, and the
+/// next page has to be looked up as well.
+#[cfg(target_arch = "x86_64")]
+const AHEAD: usize = 4096;
+
 /// Elements that have kernels, bytes: the index of a list of kernels is the logarithm.
 const ELEM_SIZES: [usize; 3] = [1, 2, 4];
 
@@ -155,6 +160,7 @@ pub(super) fn fence() {
 }
 
 /// Asks for `n` bytes that will soon be read.
+#[inline]
 pub(super) fn prefetch(from: *const u8, n: usize) {
     #[cfg(target_arch = "x86_64")]
     for line in (0..n).step_by(64) {
