@@ -180,7 +180,7 @@ unsafe fn pick(
 const MAX_PICKED_ELEM: usize = 4;
 
 /// Bytes of a row to fetch ahead: the machine's own prefetch follows a row, but does not find the next.
-const PREFETCH: usize = 1024;
+const PREFETCH: usize = 2048;
 
 impl How {
     /// Copies blob cells `cells` of every channel of a plane of `kv_size` cells to `out`, in blob order.
@@ -190,8 +190,8 @@ impl How {
     /// of the map lie in the plane.
     pub unsafe fn gather(self, plane: Grid, kv_size: u32, map: &CellMap, cells: Range<u32>, out: *mut u8) {
         let blob = plane.blob(out, &cells);
-        match self.kernels.elements(plane.elem_size).filter(|_| plane.is_dense()) {
-            Some((compress, _)) => {
+        match self.kernels.compress(plane.elem_size, self.streams).filter(|_| plane.is_dense()) {
+            Some(compress) => {
                 let end = blob.at(plane.n_channel - 1, cells.end);
                 for channel in 0..plane.n_channel {
                     map.each_step_in(cells.clone(), |step| match step {
@@ -221,8 +221,8 @@ impl How {
     /// As [`How::gather`], the other way round.
     pub unsafe fn scatter(self, plane: Grid, map: &CellMap, cells: Range<u32>, src: *const u8) {
         let blob = plane.blob(src.cast_mut(), &cells);
-        match self.kernels.elements(plane.elem_size).filter(|_| plane.is_dense()) {
-            Some((_, expand)) => {
+        match self.kernels.expand(plane.elem_size).filter(|_| plane.is_dense()) {
+            Some(expand) => {
                 for channel in 0..plane.n_channel {
                     map.each_step_in(cells.clone(), |step| match step {
                         // SAFETY: the elements of a dense run are one range of bytes; valid by contract.

@@ -12,6 +12,7 @@ pub(super) static KERNELS: Kernels = Kernels {
     name: "avx2",
     stream,
     compress: [compress_1, compress_2, compress_4],
+    compress_stream: [compress_1, compress_2, compress_4],
     expand: [plain::expand::<1>, plain::expand::<2>, plain::expand::<4>],
 };
 

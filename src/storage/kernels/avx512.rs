@@ -1,11 +1,13 @@
 //! AVX-512 with VBMI2: 64-byte stores past the cache, compression and expansion by a mask.
 
 use std::arch::x86_64::{
-    __m512i, _bzhi_u32, _bzhi_u64, _mm512_loadu_si512, _mm512_mask_storeu_epi8, _mm512_mask_storeu_epi16,
-    _mm512_mask_storeu_epi32, _mm512_maskz_compress_epi8, _mm512_maskz_compress_epi16,
-    _mm512_maskz_compress_epi32, _mm512_maskz_expand_epi8, _mm512_maskz_expand_epi16,
-    _mm512_maskz_expand_epi32, _mm512_maskz_loadu_epi8, _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_epi32,
-    _mm512_storeu_si512, _mm512_stream_si512,
+    __m512i, _bzhi_u32, _bzhi_u64, _mm512_loadu_si512, _mm512_mask_blend_epi8, _mm512_mask_blend_epi16,
+    _mm512_mask_blend_epi32, _mm512_mask_storeu_epi8, _mm512_mask_storeu_epi16, _mm512_mask_storeu_epi32,
+    _mm512_maskz_compress_epi8, _mm512_maskz_compress_epi16, _mm512_maskz_compress_epi32,
+    _mm512_maskz_expand_epi8, _mm512_maskz_expand_epi16, _mm512_maskz_expand_epi32, _mm512_maskz_loadu_epi8,
+    _mm512_maskz_loadu_epi16, _mm512_maskz_loadu_epi32, _mm512_permutexvar_epi8, _mm512_permutexvar_epi16,
+    _mm512_permutexvar_epi32, _mm512_set1_epi8, _mm512_set1_epi16, _mm512_set1_epi32, _mm512_storeu_si512,
+    _mm512_stream_si512, _mm512_sub_epi8, _mm512_sub_epi16, _mm512_sub_epi32,
 };
 
 use super::{AHEAD, Block, Kernels, prefetch};
@@ -14,6 +16,7 @@ pub(super) static KERNELS: Kernels = Kernels {
     name: "avx512",
     stream,
     compress: [compress_1, compress_2, compress_4],
+    compress_stream: [compress_stream_1, compress_stream_2, compress_stream_4],
     expand: [expand_1, expand_2, expand_4],
 };
 
@@ -44,6 +47,9 @@ unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
         (from, to, left) = (from.add(head), to.add(head), left - head);
         while left >= STEP {
             let (source, target) = (from.cast::<__m512i>(), to.cast::<__m512i>());
+            if left >= AHEAD + STEP {
+                prefetch(from.wrapping_add(AHEAD), STEP);
+            }
             // Written out: a helper without the feature would not be inlined.
             let w0 = _mm512_loadu_si512(source);
             let w1 = _mm512_loadu_si512(source.add(1));
@@ -201,3 +207,163 @@ unsafe fn expand_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     // SAFETY: by contract.
     unsafe { expand_each_4(plane, blocks, blob) };
 }
+
+/// Compresses like the kernels above, with stores past the cache: a line is put together in a register, so that it is
+/// written whole and once. The parts of lines at both ends are written through the cache.
+///
+/// `$mask` has a bit for each of the elements of a register, which are `$size` bytes.
+macro_rules! compress_stream {
+    ($name:ident, $each:ident, $through_cache:ident, $size:literal, $mask:ty, $word:ty, $lanes_of:ident,
+     $load:ident, $compress:ident, $permute:ident, $sub:ident, $set:ident, $blend:ident, $store:ident) => {
+        unsafe fn $name(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
+            // SAFETY: by contract.
+            unsafe {
+                if blob.addr() % $size == 0 {
+                    $each(plane, blocks, blob);
+                } else {
+                    $through_cache(plane, kv_size, blocks, blob);
+                }
+            }
+        }
+
+        #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_ptr_alignment,
+            reason = "part of a mask; lines"
+        )]
+        #[allow(clippy::cast_possible_wrap, clippy::unnecessary_cast, reason = "one body for three widths")]
+        unsafe fn $each(plane: *const u8, blocks: &[Block], blob: *mut u8) {
+            const LANES: usize = 64 / $size;
+            static LANE: [$word; LANES] = $lanes_of();
+            let Some(first) = blocks.first() else { return };
+            let to = blob.wrapping_add($size * first.blob as usize);
+            // The first lanes of the first line are not ours.
+            let mut skip = (to.addr() % 64) / $size;
+            let mut line = to.wrapping_sub(to.addr() % 64);
+            let mut held = skip;
+            let lane = load_lanes(&LANE);
+            let mut acc = lane;
+            for block in blocks {
+                let mut from = plane.wrapping_add($size * block.cell as usize);
+                prefetch(from.wrapping_add(AHEAD), 64 * $size);
+                for part in 0..$size {
+                    let mask = (block.mask >> (part * LANES)) as $mask;
+                    // SAFETY: by contract; the load is of the elements alone, and the line is full of elements of the
+                    // blocks but for the lanes that are skipped.
+                    unsafe {
+                        let elements = $compress(mask, $load(mask, from.cast()));
+                        let placed = $permute($sub(lane, $set(held as _)), elements);
+                        let filled = $blend(<$mask>::MAX << held, acc, placed);
+                        held += mask.count_ones() as usize;
+                        if held < LANES {
+                            acc = filled;
+                        } else {
+                            if skip == 0 {
+                                _mm512_stream_si512(line.cast(), filled);
+                            } else {
+                                $store(line.cast(), <$mask>::MAX << skip, filled);
+                                skip = 0;
+                            }
+                            line = line.wrapping_add(64);
+                            acc = placed;
+                            held -= LANES;
+                        }
+                    }
+                    from = from.wrapping_add(64);
+                }
+            }
+            if held > skip {
+                let mask = (<$mask>::MAX << skip) & !(<$mask>::MAX << held);
+                // SAFETY: by contract; the lanes from `skip` to `held` are elements of the blocks.
+                unsafe { $store(line.cast(), mask, acc) };
+            }
+        }
+    };
+}
+
+const fn lanes_1() -> [u8; 64] {
+    let mut lanes = [0; 64];
+    let mut i = 0;
+    while i < lanes.len() {
+        lanes[i] = i as u8;
+        i += 1;
+    }
+    lanes
+}
+
+const fn lanes_2() -> [u16; 32] {
+    let mut lanes = [0; 32];
+    let mut i = 0;
+    while i < lanes.len() {
+        lanes[i] = i as u16;
+        i += 1;
+    }
+    lanes
+}
+
+const fn lanes_4() -> [u32; 16] {
+    let mut lanes = [0; 16];
+    let mut i = 0;
+    while i < lanes.len() {
+        lanes[i] = i as u32;
+        i += 1;
+    }
+    lanes
+}
+
+#[target_feature(enable = "avx512f")]
+fn load_lanes<T>(lanes: &T) -> __m512i {
+    const { assert!(size_of::<T>() == 64) };
+    // SAFETY: it has 64 bytes.
+    unsafe { _mm512_loadu_si512((&raw const *lanes).cast()) }
+}
+
+compress_stream!(
+    compress_stream_1,
+    compress_stream_each_1,
+    compress_1,
+    1,
+    u64,
+    u8,
+    lanes_1,
+    _mm512_maskz_loadu_epi8,
+    _mm512_maskz_compress_epi8,
+    _mm512_permutexvar_epi8,
+    _mm512_sub_epi8,
+    _mm512_set1_epi8,
+    _mm512_mask_blend_epi8,
+    _mm512_mask_storeu_epi8
+);
+compress_stream!(
+    compress_stream_2,
+    compress_stream_each_2,
+    compress_2,
+    2,
+    u32,
+    u16,
+    lanes_2,
+    _mm512_maskz_loadu_epi16,
+    _mm512_maskz_compress_epi16,
+    _mm512_permutexvar_epi16,
+    _mm512_sub_epi16,
+    _mm512_set1_epi16,
+    _mm512_mask_blend_epi16,
+    _mm512_mask_storeu_epi16
+);
+compress_stream!(
+    compress_stream_4,
+    compress_stream_each_4,
+    compress_4,
+    4,
+    u16,
+    u32,
+    lanes_4,
+    _mm512_maskz_loadu_epi32,
+    _mm512_maskz_compress_epi32,
+    _mm512_permutexvar_epi32,
+    _mm512_sub_epi32,
+    _mm512_set1_epi32,
+    _mm512_mask_blend_epi32,
+    _mm512_mask_storeu_epi32
+);

@@ -12,6 +12,8 @@ mod neon;
 mod plain;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 mod shuffle;
+#[cfg(test)]
+mod tests;
 
 use std::sync::OnceLock;
 
@@ -99,15 +101,22 @@ pub(super) struct Kernels {
     pub stream: CopyRun,
     /// From a plane to a blob; elements of 1, 2 and 4 bytes.
     compress: [Compress; 3],
+    /// The same, past the cache if it can; [`fence`] makes them visible.
+    compress_stream: [Compress; 3],
     /// From a blob to a plane, no other byte of it; elements of 1, 2 and 4 bytes.
     expand: [Expand; 3],
 }
 
 impl Kernels {
-    /// The kernels for elements of `elem_size` bytes, if there are any.
-    pub fn elements(&self, elem_size: usize) -> Option<(Compress, Expand)> {
-        let i = ELEM_SIZES.iter().position(|&size| size == elem_size)?;
-        Some((self.compress[i], self.expand[i]))
+    /// The kernel for elements of `elem_size` bytes, if there is one; with `streams` for more than the cache holds.
+    pub fn compress(&self, elem_size: usize, streams: bool) -> Option<Compress> {
+        let kernels = if streams { &self.compress_stream } else { &self.compress };
+        ELEM_SIZES.iter().position(|&size| size == elem_size).map(|i| kernels[i])
+    }
+
+    /// As [`Kernels::compress`], the other way.
+    pub fn expand(&self, elem_size: usize) -> Option<Expand> {
+        ELEM_SIZES.iter().position(|&size| size == elem_size).map(|i| self.expand[i])
     }
 
     /// All that this machine can run, the plain ones first, the best last.
@@ -117,6 +126,7 @@ impl Kernels {
         if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("popcnt") {
             all.push(&avx2::KERNELS);
             if std::is_x86_feature_detected!("avx512bw")
+                && std::is_x86_feature_detected!("avx512vbmi")
                 && std::is_x86_feature_detected!("avx512vbmi2")
                 && std::is_x86_feature_detected!("bmi2")
             {

@@ -11,6 +11,7 @@ pub(super) static KERNELS: Kernels = Kernels {
     name: "neon",
     stream: plain::copy_run,
     compress: [compress_1, compress_2, compress_4],
+    compress_stream: [compress_1, compress_2, compress_4],
     expand: [plain::expand::<1>, plain::expand::<2>, plain::expand::<4>],
 };
 

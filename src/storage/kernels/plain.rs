@@ -6,6 +6,7 @@ pub(super) static KERNELS: Kernels = Kernels {
     name: "plain",
     stream: copy_run,
     compress: [compress::<1>, compress::<2>, compress::<4>],
+    compress_stream: [compress::<1>, compress::<2>, compress::<4>],
     expand: [expand::<1>, expand::<2>, expand::<4>],
 };
 
