@@ -4,7 +4,7 @@ use super::cell_set::bits;
 use crate::types::{MAX_SEQ, Seq};
 
 /// The sequences that a cell belongs to: one bit for each of [`MAX_SEQ`].
-#[derive(Clone, Copy, bytemuck::Zeroable, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SeqSet([u64; 4]);
 
 impl SeqSet {
@@ -17,6 +17,13 @@ impl SeqSet {
         let mut set = Self::EMPTY;
         set.insert(seq);
         set
+    }
+
+    /// Only the sequence of `index`, below [`MAX_SEQ`].
+    pub(super) const fn of_index(index: usize) -> Self {
+        let mut words = [0; 4];
+        words[index / 64] = 1 << (index % 64);
+        Self(words)
     }
 
     /// The set whose sequence `i` is bit `i % 64` of word `i / 64`.
@@ -47,6 +54,13 @@ impl SeqSet {
         self.0[seq.index() / 64] &= !(1 << (seq.index() % 64));
     }
 
+    /// The members of either.
+    pub(super) fn union(self, other: Self) -> Self {
+        let mut words = self.0;
+        words.iter_mut().zip(other.0).for_each(|(word, other)| *word |= other);
+        Self(words)
+    }
+
     /// Whether there is no member.
     #[must_use]
     pub fn is_empty(self) -> bool {
@@ -62,7 +76,10 @@ impl SeqSet {
     /// The only member, if there is exactly one.
     #[must_use]
     pub fn single(self) -> Option<Seq> {
-        if self.len() == 1 { self.iter().next() } else { None }
+        let mut words = (0u32..).zip(self.0).filter(|(_, word)| *word != 0);
+        let (w, word) = words.next()?;
+        let is_single = word.is_power_of_two() && words.next().is_none();
+        is_single.then(|| w * 64 + word.ilog2()).and_then(|i| Seq::new(i.cast_signed(), MAX_SEQ))
     }
 
     /// The members, ascending.
