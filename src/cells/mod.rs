@@ -150,10 +150,11 @@ impl Cells {
     #[must_use]
     pub fn meta(&self, cell: u32) -> Option<CellMeta> {
         let i = cell as usize;
-        self.used.contains(cell).then(|| CellMeta {
+        let seqs = self.seqs[i];
+        (seqs != SetId::EMPTY).then(|| CellMeta {
             pos: self.pos[i],
             ext: self.ext.get(i).copied().unwrap_or_default(),
-            seqs: self.sets.get(self.seqs[i]),
+            seqs: self.sets.get(seqs),
         })
     }
 

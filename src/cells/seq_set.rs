@@ -7,23 +7,26 @@ use crate::types::{MAX_SEQ, Seq};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SeqSet([u64; 4]);
 
+/// The empty set, then those of one sequence each, by sequence. A set that is put together in memory, a word into
+/// zeroes, makes the processor wait when it is loaded as a whole.
+pub(super) static UP_TO_ONE: [SeqSet; MAX_SEQ as usize + 1] = {
+    let mut sets = [SeqSet::EMPTY; MAX_SEQ as usize + 1];
+    let mut i = 0;
+    while i < MAX_SEQ as usize {
+        sets[i + 1].0[i / 64] = 1 << (i % 64);
+        i += 1;
+    }
+    sets
+};
+
 impl SeqSet {
     /// No sequence.
     pub const EMPTY: Self = Self([0; 4]);
 
     /// Only `seq`.
     #[must_use]
-    pub fn of(seq: Seq) -> Self {
-        let mut set = Self::EMPTY;
-        set.insert(seq);
-        set
-    }
-
-    /// Only the sequence of `index`, below [`MAX_SEQ`].
-    pub(super) const fn of_index(index: usize) -> Self {
-        let mut words = [0; 4];
-        words[index / 64] = 1 << (index % 64);
-        Self(words)
+    pub const fn of(seq: Seq) -> Self {
+        UP_TO_ONE[seq.index() + 1]
     }
 
     /// The set whose sequence `i` is bit `i % 64` of word `i / 64`.
@@ -46,7 +49,7 @@ impl SeqSet {
 
     /// Adds `seq`.
     pub const fn insert(&mut self, seq: Seq) {
-        self.0[seq.index() / 64] |= 1 << (seq.index() % 64);
+        *self = self.union(Self::of(seq));
     }
 
     /// Takes `seq` out.
@@ -55,10 +58,9 @@ impl SeqSet {
     }
 
     /// The members of either.
-    pub(super) fn union(self, other: Self) -> Self {
-        let mut words = self.0;
-        words.iter_mut().zip(other.0).for_each(|(word, other)| *word |= other);
-        Self(words)
+    pub(super) const fn union(self, other: Self) -> Self {
+        let (a, b) = (self.0, other.0);
+        Self([a[0] | b[0], a[1] | b[1], a[2] | b[2], a[3] | b[3]])
     }
 
     /// Whether there is no member.

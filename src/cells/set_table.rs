@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::seq_set::SeqSet;
+use super::seq_set::{SeqSet, UP_TO_ONE};
 use crate::types::{MAX_SEQ, Seq};
 
 /// A set of sequences: none, one of them, or an entry of a [`SetTable`]. Of one table, equal ids are equal sets.
@@ -53,19 +53,11 @@ struct Entry {
 
 impl SetTable {
     pub(super) fn get(&self, id: SetId) -> SeqSet {
-        match id.entry() {
-            Some(i) => self.entries[i].set,
-            // Every cell's metadata comes through here.
-            None if id == SetId::EMPTY => SeqSet::EMPTY,
-            None => SeqSet::of_index(id.0 as usize - 1),
-        }
+        *UP_TO_ONE.get(id.0 as usize).unwrap_or_else(|| &self.entries[id.0 as usize - UP_TO_ONE.len()].set)
     }
 
     pub(super) fn contains(&self, id: SetId, seq: Seq) -> bool {
-        match id.entry() {
-            Some(i) => self.entries[i].set.contains(seq),
-            None => id == SetId::of(seq),
-        }
+        self.get(id).contains(seq)
     }
 
     /// The id of `set` for `n_cells` cells more, at least one, which keep it until they are released.
