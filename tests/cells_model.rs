@@ -3,13 +3,19 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use kvstate::cells::{CellMeta, Cells, SeqSet};
-use kvstate::types::{CellExt, MAX_SEQ, Pos, PosRange, Seq, Swa, SwaType};
+use kvstate::types::{CellExt, MAX_SEQ, Pos, PosRange, Seq, SeqId, Swa, SwaType};
 use proptest::prelude::*;
 
-const N_SEQ: usize = 3;
+/// The sequences, which the model knows by index: one in each word of a set, and a neighbour.
+const SEQS: [SeqId; 5] = [0, 1, 64, 130, 255];
+const N_SEQ: usize = SEQS.len();
 
 fn seq(i: usize) -> Seq {
-    Seq::new(i32::try_from(i).unwrap(), MAX_SEQ).unwrap()
+    Seq::new(SEQS[i], MAX_SEQ).unwrap()
+}
+
+fn indices(seqs: SeqSet) -> BTreeSet<usize> {
+    seqs.iter().map(|seq| SEQS.iter().position(|&id| id == seq.id()).unwrap()).collect()
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -184,7 +190,7 @@ impl Model {
                 pos: i64::from(meta.pos),
                 shift: 0,
                 ext: if has_ext { meta.ext } else { CellExt::default() },
-                seqs: meta.seqs.iter().map(Seq::index).collect(),
+                seqs: indices(meta.seqs),
             };
             if let Some(old) = self.cells[i as usize].replace(new) {
                 for s in old.seqs {
@@ -263,7 +269,7 @@ fn ranges() -> impl Strategy<Value = PosRange> {
 
 fn ops() -> impl Strategy<Value = Op> {
     let s = || 0..N_SEQ;
-    let decode = (prop::collection::vec(s(), 1..3), -2..24, 0..3, 0..8u32)
+    let decode = (prop::collection::vec(s(), 1..4), -2..24, 0..3, 0..8u32)
         .prop_map(|(seqs, start, step, n)| Op::Decode { seqs, start, step, n });
     let restore = (prop::option::weighted(0.9, s()), 0..24, 1..4, any::<bool>(), 0..40u32, any::<bool>())
         .prop_map(|(dest, start, repeat, reverse, n, may_drop)| Op::Restore {
@@ -386,7 +392,7 @@ fn compare(cells: &Cells, model: &Model, swa: Swa) {
                 pos: i64::from(meta.pos),
                 shift: i64::from(cells.shift(i)),
                 ext: meta.ext,
-                seqs: meta.seqs.iter().map(Seq::index).collect(),
+                seqs: indices(meta.seqs),
             })
         })
         .collect();
@@ -431,7 +437,7 @@ proptest! {
         ops in prop::collection::vec(ops(), 1..40),
     ) {
         let swa = Swa::new(SwaType::from_u32(swa_type).unwrap(), n_swa).unwrap();
-        let mut cells = Cells::new(size, u32::try_from(N_SEQ).unwrap(), has_ext).unwrap();
+        let mut cells = Cells::new(size, MAX_SEQ, has_ext).unwrap();
         let mut model = Model { cells: vec![None; size as usize], head: 0 };
         for op in &ops {
             run(&mut cells, &mut model, op, swa);

@@ -8,52 +8,80 @@ use crate::types::{Pos, PosRange};
 ///
 /// The cell is part of the key: positions repeat in M-RoPE images and between the steps of a context shift.
 #[derive(Clone, Debug, Default)]
-pub(super) struct PosIndex(Vec<(Pos, u32)>);
+pub(super) struct PosIndex {
+    entries: Vec<(Pos, u32)>,
+    /// How many are sorted: all but those that were pushed since the last `sort`.
+    n_sorted: usize,
+}
 
 impl PosIndex {
     pub(super) fn as_slice(&self) -> &[(Pos, u32)] {
-        &self.0
+        &self.entries
     }
 
     fn bounds(&self, range: PosRange) -> Range<usize> {
-        let start = self.0.partition_point(|&(pos, _)| pos < range.p0);
-        let end = self.0.partition_point(|&(pos, _)| i64::from(pos) < range.p1);
+        let start = self.entries.partition_point(|&(pos, _)| pos < range.p0);
+        let end = self.entries.partition_point(|&(pos, _)| i64::from(pos) < range.p1);
         start..end.max(start)
     }
 
     /// The entries whose position lies in `range`.
     pub(super) fn range(&self, range: PosRange) -> &[(Pos, u32)] {
-        &self.0[self.bounds(range)]
+        &self.entries[self.bounds(range)]
     }
 
     /// Takes the entries of `range` out.
     pub(super) fn take(&mut self, range: PosRange) -> Vec<(Pos, u32)> {
         let bounds = self.bounds(range);
-        self.0.drain(bounds).collect()
+        self.n_sorted -= bounds.len();
+        self.entries.drain(bounds).collect()
     }
 
-    /// Adds `entries`, which must be sorted and new.
+    /// Adds new entries in any order. They count once they are sorted.
+    pub(super) fn push(&mut self, entries: impl IntoIterator<Item = (Pos, u32)>) {
+        self.entries.extend(entries);
+    }
+
+    /// Puts what was pushed in its place. Costs what was pushed where that comes last, as in decoding.
     #[expect(
         clippy::stable_sort_primitive,
         reason = "only the stable sort merges sorted runs in linear time"
     )]
-    pub(super) fn insert_all(&mut self, entries: &[(Pos, u32)]) {
-        let Some(first) = entries.first() else { return };
-        let at = self.0.partition_point(|entry| entry < first);
-        self.0.extend(entries);
-        // Decoding appends: the new entries are all that is left to sort. Otherwise these are two sorted runs.
-        self.0[at..].sort();
+    pub(super) fn sort(&mut self) {
+        let (old, new) = self.entries.split_at_mut(self.n_sorted);
+        new.sort();
+        if let (Some(last), Some(first)) = (old.last(), new.first())
+            && last > first
+        {
+            let at = old.partition_point(|entry| entry < first);
+            self.entries[at..].sort();
+        }
+        self.n_sorted = self.entries.len();
     }
 
-    /// Takes out `entries`, which must be sorted and present.
-    pub(super) fn remove_all(&mut self, entries: &[(Pos, u32)]) {
-        let Some(first) = entries.first() else { return };
-        let at = self.0.partition_point(|entry| entry < first);
-        if self.0[at..].starts_with(entries) {
-            self.0.drain(at..at + entries.len());
-        } else {
-            let mut gone = entries.iter().peekable();
-            self.0.retain(|entry| gone.next_if_eq(&entry).is_none());
+    /// Moves each entry in `range` to the position that `new_pos` gives for it; below 0 it goes.
+    #[expect(clippy::stable_sort_primitive, reason = "as in `sort`")]
+    pub(super) fn map(&mut self, range: PosRange, mut new_pos: impl FnMut(Pos, u32) -> Pos) {
+        let Range { start, end } = self.bounds(range);
+        let mut kept = start;
+        for i in start..end {
+            let (pos, cell) = self.entries[i];
+            let pos = new_pos(pos, cell);
+            if pos >= 0 {
+                self.entries[kept] = (pos, cell);
+                kept += 1;
+            }
         }
+        self.entries.drain(kept..end);
+        let with_neighbours = start.saturating_sub(1)..(kept + 1).min(self.entries.len());
+        if !self.entries[with_neighbours].is_sorted() {
+            self.entries.sort();
+        }
+        self.n_sorted = self.entries.len();
+    }
+
+    #[cfg(test)]
+    pub(super) fn heap_bytes(&self) -> usize {
+        size_of::<(Pos, u32)>() * self.entries.capacity()
     }
 }

@@ -1,9 +1,10 @@
 //! Where new cells go: slots for a ubatch, placement of a restored sequence.
 
-use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
-use super::cell_set::CellSet;
+use super::seq_set::SeqSet;
+use super::set_table::SetId;
 use super::{CellMeta, Cells};
 use crate::types::{Pos, PosRange, Seq, Swa};
 
@@ -28,51 +29,70 @@ pub struct Shortage {
 /// A search for free cells, possibly as if one sequence were removed already.
 struct Search<'a> {
     cells: &'a Cells,
-    used: Cow<'a, CellSet>,
-    head: u32,
     without: Option<Seq>,
+    /// The cells that are empty without that sequence, ascending.
+    freed: Vec<u32>,
+    head: u32,
 }
 
 impl<'a> Search<'a> {
     fn new(cells: &'a Cells, without: Option<Seq>) -> Self {
-        let mut search = Self { cells, used: Cow::Borrowed(&cells.used), head: cells.head, without };
+        let mut freed = Vec::new();
         if let Some(seq) = without {
-            for &(_, cell) in cells.seq_cells(seq, PosRange::ALL) {
-                if cells.seqs[cell as usize].single() == without {
-                    search.used.to_mut().remove(cell);
-                    search.head = search.head.min(cell);
-                }
-            }
+            let own = cells.seq_cells(seq, PosRange::ALL).iter().map(|&(_, cell)| cell);
+            freed.extend(own.filter(|&cell| cells.seqs[cell as usize] == SetId::of(seq)));
+            freed.sort_unstable();
         }
-        search
+        let head = freed.first().map_or(cells.head, |&first| first.min(cells.head));
+        Self { cells, without, freed, head }
     }
 
     /// Number of empty cells.
     fn n_free(&self) -> usize {
-        (self.cells.size - self.used.len()) as usize
+        (self.cells.size - self.cells.used.len()) as usize + self.freed.len()
     }
 
     /// The first `n` cells that are empty or that `swa` masks, in search order; fewer if there are not as many.
     fn take(&self, n: usize, swa: Swa) -> Vec<u32> {
-        // With much room before the head, fill that first.
-        let room = u64::from(self.used.len()) + 2 * n as u64;
-        let start = if u64::from(self.head) > room { 0 } else { self.head };
         let size = self.cells.size;
-        if swa.is_none() {
-            self.used.absent_in(start..size).chain(self.used.absent_in(0..start)).take(n).collect()
-        } else {
-            (start..size)
-                .chain(0..start)
-                .filter(|&cell| !self.used.contains(cell) || self.is_reusable(cell, swa))
-                .take(n)
-                .collect()
+        // With much room before the head, fill that first.
+        let n_used = size as usize - self.n_free();
+        let start = if self.head as usize > n_used + 2 * n { 0 } else { self.head };
+        let mut found = Vec::with_capacity(n.min(size as usize));
+        for range in [start..size, 0..start] {
+            let n = n - found.len();
+            if swa.is_none() {
+                found.extend(self.empty_in(range).take(n));
+            } else {
+                found
+                    .extend(range.filter(|&cell| self.is_empty(cell) || self.is_reusable(cell, swa)).take(n));
+            }
         }
+        found
+    }
+
+    /// The empty cells of `range`, ascending.
+    fn empty_in(&self, range: Range<u32>) -> impl Iterator<Item = u32> {
+        let bound = |cell| self.freed.partition_point(|&freed| freed < cell);
+        let mut freed = self.freed[bound(range.start)..bound(range.end)].iter().copied().peekable();
+        let mut empty = self.cells.used.absent_in(range).peekable();
+        std::iter::from_fn(move || match (empty.peek(), freed.peek()) {
+            (Some(a), Some(b)) if a < b => empty.next(),
+            (_, Some(_)) => freed.next(),
+            _ => empty.next(),
+        })
+    }
+
+    fn is_empty(&self, cell: u32) -> bool {
+        let seqs = self.cells.seqs[cell as usize];
+        seqs == SetId::EMPTY || seqs.single().is_some_and(|seq| self.without == Some(seq))
     }
 
     /// The `n` used cells of the smallest positions that `swa` masks; fewer if there are not as many. Their
     /// sequences lose all older positions with them, so these are the ones that cost least.
     fn oldest_reusable(&self, n: usize, swa: Swa) -> impl Iterator<Item = u32> {
         let mut masked: Vec<(Pos, u32)> = self
+            .cells
             .used
             .iter()
             .filter(|&cell| self.is_reusable(cell, swa))
@@ -84,11 +104,16 @@ impl<'a> Search<'a> {
 
     /// Whether a used cell has one sequence only, whose next token does not see it.
     fn is_reusable(&self, cell: u32, swa: Swa) -> bool {
-        let mut seqs = self.cells.seqs[cell as usize];
-        if let Some(seq) = self.without {
-            seqs.remove(seq);
-        }
-        let pos_max = seqs.single().and_then(|seq| self.cells.seq_pos_max(seq));
+        let seqs = self.cells.seqs[cell as usize];
+        let single = match self.without {
+            None => seqs.single(),
+            Some(seq) => {
+                let mut seqs = self.cells.sets.get(seqs);
+                seqs.remove(seq);
+                seqs.single()
+            }
+        };
+        let pos_max = single.and_then(|seq| self.cells.seq_pos_max(seq));
         let pos_next = pos_max.and_then(|pos| pos.checked_add(1));
         pos_next.is_some_and(|next| swa.is_masked(self.cells.pos[cell as usize], next))
     }
@@ -113,21 +138,37 @@ impl Cells {
     /// has no gap.
     pub fn apply(&mut self, cells: &[u32], metas: &[CellMeta]) {
         let Some(&last) = cells.last() else { return };
-        let overwritten: Vec<u32> = cells.iter().copied().filter(|&cell| self.used.contains(cell)).collect();
-        let mut purged = BTreeMap::<Seq, Pos>::new();
-        for (seq, entries) in self.by_seq(&overwritten) {
-            purged.extend(entries.last().map(|&(pos, _)| (seq, pos)));
+        let mut purged = BTreeMap::<Seq, PosRange>::new();
+        for &cell in cells.iter().filter(|&&cell| self.used.contains(cell)) {
+            let p1 = i64::from(self.pos[cell as usize]) + 1;
+            for seq in self.sets.get(self.seqs[cell as usize]).iter() {
+                let range = purged.entry(seq).or_insert(PosRange { p0: 0, p1 });
+                range.p1 = range.p1.max(p1);
+            }
         }
-        self.unlist(&overwritten);
-        for cell in overwritten {
-            self.free(cell);
+        for (&seq, &range) in &purged {
+            self.seq_rm(seq, range);
         }
-        for (&cell, meta) in cells.iter().zip(metas) {
-            self.fill(cell, meta);
+        let mut listed = SeqSet::EMPTY;
+        let mut left = cells;
+        for metas in metas.chunk_by(|a, b| a.seqs == b.seqs) {
+            let cells;
+            (cells, left) = left.split_at(metas.len());
+            let seqs = metas[0].seqs;
+            let id = self.sets.hold(seqs, metas.len());
+            for (&cell, meta) in cells.iter().zip(metas) {
+                self.fill(cell, meta, id);
+            }
+            for seq in seqs.iter() {
+                let entries = cells.iter().zip(metas).map(|(&cell, meta)| (meta.pos, cell));
+                self.index[seq.index()].push(entries);
+            }
+            listed = listed.union(seqs);
         }
-        self.list(cells);
-        for (seq, pos) in purged {
-            self.seq_rm(seq, PosRange { p0: 0, p1: i64::from(pos) + 1 });
+        listed.iter().for_each(|seq| self.index[seq.index()].sort());
+        // New tokens at positions that their sequence has lost go as well.
+        for (seq, range) in purged {
+            self.seq_rm(seq, range);
         }
         self.head = last + 1;
     }

@@ -1,3 +1,7 @@
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
 use super::*;
 use crate::types::{MAX_SEQ, Swa, SwaType};
 
@@ -201,4 +205,118 @@ fn an_empty_slot_changes_nothing() {
     assert_eq!(cells.find_slot(0, Swa::NONE), Some(Vec::new()));
     cells.apply(&[], &[]);
     assert_eq!((cells.head(), cells.n_used()), (3, 3));
+}
+
+fn set_of(members: impl IntoIterator<Item = usize>) -> SeqSet {
+    let mut set = SeqSet::EMPTY;
+    members.into_iter().for_each(|i| set.insert(seq(i)));
+    set
+}
+
+#[test]
+fn none_and_single_sequences_take_no_entry_of_the_table() {
+    let mut table = SetTable::default();
+    assert_eq!(table.hold(SeqSet::EMPTY, 1), SetId::EMPTY);
+    for i in [0, 63, 64, 255] {
+        let id = table.hold(SeqSet::of(seq(i)), 1);
+        assert_eq!((id, id.single()), (SetId::of(seq(i)), Some(seq(i))));
+        assert_eq!(table.get(id), SeqSet::of(seq(i)));
+        assert!(table.contains(id, seq(i)) && !table.contains(id, seq(1)));
+    }
+    assert_eq!((SetId::EMPTY.single(), table.get(SetId::EMPTY)), (None, SeqSet::EMPTY));
+    assert_eq!(table.n_entries(), 0);
+}
+
+#[test]
+fn equal_sets_are_one_entry_that_goes_with_its_last_cell() {
+    let mut table = SetTable::default();
+    let (a, b) = (set_of([0, 255]), set_of(0..256));
+    let id = table.hold(a, 2);
+    assert_eq!((table.hold(b, 1) == id, table.hold(a, 1), table.n_entries()), (false, id, 2));
+    assert_eq!((table.get(id), id.single(), table.contains(id, seq(255))), (a, None, true));
+    table.release(id, 2);
+    assert_eq!(table.get(id), a);
+    table.release(id, 1);
+    let reused = table.hold(set_of([1, 2]), 1);
+    assert_eq!((reused, table.get(reused), table.n_entries()), (id, set_of([1, 2]), 2));
+    assert_ne!(table.hold(a, 1), id);
+}
+
+#[test]
+fn cells_of_many_sequences_leave_no_set_behind() {
+    let mut cells = Cells::new(64, 256, false).unwrap();
+    append(&mut cells, A, 0..64);
+    for i in 1..256 {
+        // Of 64 lengths, so that no two cells belong to the same sequences at the end.
+        cells.seq_cp(seq(A), seq(i), PosRange { p0: 0, p1: i64::try_from(i % 64).unwrap() });
+    }
+    assert_eq!(cells.meta(10).unwrap().seqs, set_of((0..256).filter(|i| *i == A || i % 64 > 10)));
+    // One entry more: a cell holds its new set before it leaves the old one.
+    assert_eq!((cells.sets.n_held(), cells.sets.n_entries()), (63, 64));
+    cells.seq_add(seq(A), PosRange::ALL, 5).unwrap();
+    assert_eq!(positions(&cells, 255), (5..68).collect::<Vec<_>>());
+    cells.seq_keep(seq(255));
+    assert_eq!((cells.sets.n_held(), cells.n_used(), cells.seq_len(seq(A))), (0, 63, 0));
+    assert_eq!(cells.meta(0).unwrap().seqs, SeqSet::of(seq(255)));
+}
+
+/// Heap bytes of the cells alone: what the docs of `Cells` state.
+fn bytes_of_cells(cells: &Cells) -> usize {
+    // Every field is named, so that a new one cannot be forgotten.
+    let Cells { size: _, pos, ext, seqs, sets: _, used, index: _, shift, shifted, head: _, has_ext: _ } =
+        cells;
+    size_of_val(&pos[..])
+        + size_of_val(&ext[..])
+        + size_of_val(&seqs[..])
+        + size_of_val(&shift[..])
+        + used.heap_bytes()
+        + shifted.heap_bytes()
+}
+
+#[test]
+fn cells_take_the_bytes_that_their_docs_state() {
+    let mut cells = Cells::new(1024, 2, false).unwrap();
+    assert_eq!(bytes_of_cells(&cells), 8480);
+    append(&mut cells, A, 0..1024);
+    assert_eq!((bytes_of_cells(&cells), cells.index[A].heap_bytes()), (8480, 8 * 1024));
+    cells.seq_cp(seq(A), seq(B), PosRange::ALL);
+    assert_eq!((bytes_of_cells(&cells), cells.index[B].heap_bytes()), (8480, 8 * 1024));
+    cells.seq_add(seq(A), PosRange::ALL, 1).unwrap();
+    assert_eq!(bytes_of_cells(&cells), 8480 + 4 * 1024);
+    assert_eq!(bytes_of_cells(&Cells::new(1024, 2, true).unwrap()), 8480 + 12 * 1024);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Up to three words of the second level.
+    #[test]
+    fn a_cell_set_is_a_set(
+        size in prop_oneof![Just(64u32), Just(4096), Just(4097), 1..10_000u32],
+        changes in prop::collection::vec((any::<bool>(), 0..10_000u32, prop_oneof![1..4u32, 1..10_000u32]), 1..12),
+        from in 0..10_000u32,
+    ) {
+        let mut set = CellSet::new(size);
+        let mut model = BTreeSet::new();
+        let from = from % size;
+        for (insert, start, n) in changes {
+            for cell in start % size..size.min(start % size + n) {
+                if insert {
+                    set.insert(cell);
+                    model.insert(cell);
+                } else {
+                    set.remove(cell);
+                    model.remove(&cell);
+                }
+            }
+            prop_assert_eq!(set.len() as usize, model.len());
+            prop_assert_eq!(set.last(), model.last().copied());
+            prop_assert_eq!(set.next(from), model.range(from..).next().copied());
+            prop_assert!(set.iter().eq(model.iter().copied()));
+            for range in [0..size, from..size, 0..from] {
+                let absent = range.clone().filter(|cell| !model.contains(cell));
+                prop_assert!(set.absent_in(range).eq(absent));
+            }
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! What an engine needs in order to keep its cache here: cells for a ubatch, `n_kv`, the attention mask, and the
 //! addresses of K and V.
 
-use std::collections::BTreeMap;
+use std::borrow::Cow;
 
 use super::Context;
 use crate::cells::{CellMeta, SeqSet};
@@ -26,14 +26,16 @@ pub struct UbatchToken<'a> {
 pub struct Slot {
     context_id: u64,
     generation: u64,
-    streams: BTreeMap<usize, StreamTokens>,
+    /// Ascending by stream.
+    streams: Vec<StreamTokens>,
     /// By section: the cell of each token, in the order of the ubatch.
     cells: Vec<Vec<u32>>,
 }
 
 /// The tokens of a ubatch that go into one stream.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 struct StreamTokens {
+    stream: usize,
     /// Indices into the ubatch, ascending.
     tokens: Vec<usize>,
     metas: Vec<CellMeta>,
@@ -54,21 +56,33 @@ impl Context {
     /// # Errors
     /// [`Error::InvalidArgument`] and [`Error::SeqId`] for tokens that make no sense, [`Error::NoSlot`].
     pub fn prepare(&self, ubatch: &[UbatchToken<'_>]) -> Result<Slot> {
-        let mut streams = BTreeMap::<usize, StreamTokens>::new();
+        let n_expected = ubatch.len().div_ceil(self.n_stream() as usize);
+        let mut streams = Vec::<StreamTokens>::new();
         for (i, token) in ubatch.iter().enumerate() {
             let (stream, meta) = self.check_token(i, token)?;
-            let entry = streams.entry(stream).or_default();
-            entry.tokens.push(i);
-            entry.metas.push(meta);
+            let at = streams.binary_search_by_key(&stream, |tokens| tokens.stream).unwrap_or_else(|at| {
+                let (tokens, metas) = (Vec::with_capacity(n_expected), Vec::with_capacity(n_expected));
+                streams.insert(at, StreamTokens { stream, tokens, metas });
+                at
+            });
+            streams[at].tokens.push(i);
+            streams[at].metas.push(meta);
         }
-        let mut cells = vec![vec![0; ubatch.len()]; self.n_section()];
-        for (kv, cells) in self.memory.kv_caches().zip(&mut cells) {
-            for (stream, StreamTokens { tokens, .. }) in &streams {
-                let found = kv.find_slot(*stream, tokens.len())?;
-                for (&token, cell) in tokens.iter().zip(found) {
-                    cells[token] = cell;
+        let mut cells = Vec::with_capacity(self.n_section());
+        for kv in self.memory.kv_caches() {
+            cells.push(match &streams[..] {
+                [StreamTokens { stream, tokens, .. }] => kv.find_slot(*stream, tokens.len())?,
+                streams => {
+                    let mut cells = vec![0; ubatch.len()];
+                    for StreamTokens { stream, tokens, .. } in streams {
+                        let found = kv.find_slot(*stream, tokens.len())?;
+                        for (&token, cell) in tokens.iter().zip(found) {
+                            cells[token] = cell;
+                        }
+                    }
+                    cells
                 }
-            }
+            });
         }
         Ok(Slot { context_id: self.id, generation: self.generation(), streams, cells })
     }
@@ -106,9 +120,12 @@ impl Context {
         if slot.generation != self.generation() {
             return Err(Error::Stale { slot: slot.generation, cache: self.generation() });
         }
-        for (stream, StreamTokens { tokens, metas }) in &slot.streams {
+        for StreamTokens { stream, tokens, metas } in &slot.streams {
             for (section, cells) in slot.cells.iter().enumerate() {
-                let cells: Vec<u32> = tokens.iter().map(|&token| cells[token]).collect();
+                let cells: Cow<'_, [u32]> = match slot.streams.len() {
+                    1 => cells.into(),
+                    _ => tokens.iter().map(|&token| cells[token]).collect(),
+                };
                 self.apply(section, *stream, &cells, metas);
             }
         }
