@@ -1013,7 +1013,7 @@ fn a_state_that_stayed_behind_is_refused_for_another_blob() {
     let mut damaged = blob.clone();
     damaged[16] ^= 1;
     for (blob, flags, reason) in [
-        (&later, ON_DEVICE, "a later one has replaced it"),
+        (&later, ON_DEVICE, "the live one is older than the blob"),
         (&blob, ON_DEVICE | PARTIAL, "the live one was taken with other flags"),
         (&damaged, ON_DEVICE, "the blob is not the one that was given out"),
     ] {
