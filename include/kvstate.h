@@ -380,6 +380,8 @@ typedef struct kvs_kv_view {
     int (*apply)(void *user, uint32_t stream, kvs_seq_id seq, uint32_t n, const struct kvs_cell *cells);
     // Removes seq (-1: everything) and zeroes the data of the cells that only it used.
     int (*clear)(void *user, kvs_seq_id seq);
+    // KVS_LEGACY_ROTATION_*, for a reader of files older than version 4.
+    uint32_t legacy_rotation;
 } kvs_kv_view;
 
 // Where a state's bytes go to or come from in turns (llama_io_write_i, llama_io_read_i). Fill with kvs_io_init
@@ -456,7 +458,7 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // Shifts are pending and could not be applied.
 #define KVS_STATUS_SHIFT_FAILED 13
 
-// The cache changed between prepare and commit.
+// The cache changed between prepare and commit, or between plan and read.
 #define KVS_STATUS_STALE 14
 
 // An operating-system call on a file failed.
