@@ -25,9 +25,9 @@ use crate::types::{CellExt, Seq, Swa, SwaType, Token};
 pub struct kvs_slot_info {
     /// Number of cells, 0 for a stream without.
     pub n: u32,
-    /// As sinfos_out: what idxs has room for, at least kv_size.
+    /// As sinfos_out: what idxs has room for, at least kv_size. As sinfos_in: ignored.
     pub capacity: u32,
-    /// The cells.
+    /// The cells; NULL only as sinfos_in with n 0.
     pub idxs: *mut u32,
 }
 
@@ -66,8 +66,9 @@ pub type kvs_visit_each = Option<unsafe extern "C" fn(arg: *mut c_void, cell: *c
 ///
 /// Its callbacks return 0, or anything else to fail, which ends the call with KVS_STATUS_CALLBACK. They must not
 /// throw or unwind: catch, keep the exception, and throw it again after the call has returned. They run on the
-/// thread of the call, during the call; get of the access also during kvs_state_writer_get_data and _save_file,
-/// set during kvs_state_reader_finish.
+/// thread of the call, during the call; get of the access also during kvs_state_writer_get_data, _save_file and
+/// _get_on_device, set during kvs_state_reader_finish. They must not call the library with the writer or the reader
+/// of the call that they run in, nor free it.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvs_kv_view {
@@ -97,18 +98,21 @@ pub struct kvs_kv_view {
     pub n_rot_v: u32,
     /// 1: states carry x, y and token of each cell.
     pub cell_ext: u32,
-    /// 1: the cells are another cache's, which saves them. Nothing is written or read.
+    /// 1: the cells are another cache's, which saves them. Nothing is written or read: planes and callbacks may be
+    /// NULL.
     pub shared: u32,
     /// K, stream-major: [n_stream * n_layer].
     pub k: *const kvs_plane,
     /// V, likewise; NULL: no layer has V.
     pub v: *const kvs_plane,
-    /// Where the search for free cells starts in each stream, n_stream of them; NULL: at cell 0.
+    /// Where the search for free cells starts in each stream, n_stream of them, at most kv_size (which is cell 0
+    /// again); NULL: at cell 0.
     pub head: *const u32,
     /// For planes whose data is NULL; all planes have data if this is NULL.
     pub access: *const kvs_tensor_access,
     /// Calls each(arg, cell) once for every cell of seq in stream, or with seq -1 for every used cell, in any
-    /// order (ascending is fastest), and returns at once what it returns if that is not 0.
+    /// order (ascending is fastest), and returns at once what it returns if that is not 0. The cell's seqs are all of
+    /// its sequences, whichever is visited. A pending shift is not applied: see kvs_kv_cache_state_write.
     pub visit: Option<
         unsafe extern "C" fn(
             user: *mut c_void,
@@ -118,10 +122,13 @@ pub struct kvs_kv_view {
             arg: *mut c_void,
         ) -> c_int,
     >,
-    /// Replaces seq (-1: everything in the stream) by n cells, whose idx says where. They are empty, or the
+    /// Replaces seq by n cells, whose idx says where and whose seqs is seq alone. They are empty, or the
     /// sequence's own, or hold one other sequence whose window has passed them: that one loses them and all its
-    /// older positions (the purge rule of llama_kv_cache::apply_ubatch). ext is set as given, shift is 0, the next
-    /// search starts after the last cell. n is 0 for an empty sequence.
+    /// older positions (the purge rule of llama_kv_cache::apply_ubatch). x, y and tok are set as given, shift is 0, the
+    /// next search starts after the last cell. n is 0 for an empty sequence.
+    ///
+    /// seq -1: everything is replaced. clear has been called with -1; then each stream that is to hold cells gets
+    /// one call, whose seqs name the sequences of each cell.
     pub apply: Option<
         unsafe extern "C" fn(
             user: *mut c_void,
@@ -225,7 +232,9 @@ pub unsafe extern "C" fn kvs_io_init(io: *mut kvs_io, struct_size: usize) -> kvs
 
 /// llama_kv_cache::state_write: writes the section of one sequence, or of all with seq_id -1, through io, which
 /// needs write and write_tensor. What is selected is up to the flags and the view's own window: docs/semantics.md.
-/// A pending shift of K is not applied: do that before.
+///
+/// A pending shift (kvs_cell.shift) is not applied: positions are the new ones and K is written as it is, with a
+/// warning in the log, since nothing here tells a save from a question for its size. Apply shifts before a save.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_kv_cache_state_write(
     view: *const kvs_kv_view,
@@ -250,7 +259,8 @@ pub unsafe extern "C" fn kvs_kv_cache_state_write(
 /// entry has room for kv_size.
 ///
 /// Metadata and tensors come in turns, so this call cannot refuse a bad state before anything changes, as
-/// kvs_state_reader_plan_kv_cache does: on failure the destination is empty and its data zero.
+/// kvs_state_reader_plan_kv_cache does: once something has been read, a failure leaves the destination empty and its
+/// data zero. If clear fails as well, that is in the log: kvs_last_error has what failed first.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_kv_cache_state_read_sinfo(
     view: *const kvs_kv_view,
