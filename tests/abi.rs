@@ -370,6 +370,7 @@ c_tests! { view:
     a_state_without_attention_sections_is_finished_without_a_plan,
     planning_ends_and_tensors_are_read_with_the_rewind,
     bytes_of_a_tensor_that_wrap_around_are_refused,
+    a_callback_that_uses_its_reader_is_refused,
     a_plan_is_stale_once_its_cells_are_taken,
     a_section_is_read_into_the_cache_that_it_was_planned_for,
     a_view_that_was_planned_and_is_then_shared_is_refused,

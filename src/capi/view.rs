@@ -67,8 +67,8 @@ pub type kvs_visit_each = Option<unsafe extern "C" fn(arg: *mut c_void, cell: *c
 /// Its callbacks return 0, or anything else to fail, which ends the call with KVS_STATUS_CALLBACK. They must not
 /// throw or unwind: catch, keep the exception, and throw it again after the call has returned. They run on the
 /// thread of the call, during the call; get of the access also during kvs_state_writer_get_data, _save_file and
-/// _get_on_device, set during kvs_state_reader_finish. They must not call the library with the writer or the reader
-/// of the call that they run in, nor free it.
+/// _get_on_device, set during kvs_state_reader_finish. Calls with the writer or the reader of the call that
+/// they run in are refused.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvs_kv_view {

@@ -1181,6 +1181,32 @@ static void bytes_of_a_tensor_that_wrap_around_are_refused(void) {
     kvs_context_free(ctx);
 }
 
+static kvs_state_reader *used_by_apply;
+
+static int apply_that_uses_the_reader(void *user, uint32_t stream, kvs_seq_id seq, uint32_t n, const kvs_cell *cells) {
+    const char *text = "reader: in use by the call whose callback made this one";
+    BAD_STATUS(kvs_state_reader_finish(used_by_apply), text);
+    BAD_STATUS(kvs_state_reader_rewind(used_by_apply), text);
+    FAILS_VOID(kvs_state_reader_free(used_by_apply), KVS_STATUS_INVALID_ARGUMENT, text);
+    return apply(user, stream, seq, n, cells);
+}
+
+static void a_callback_that_uses_its_reader_is_refused(void) {
+    open_cache();
+    kvs_kv_view view = view_of(&c);
+    view.apply = apply_that_uses_the_reader;
+    state s = save(ctx, 0);
+    kvs_state_reader *reader = used_by_apply = reader_of(s, 1);
+    OK(plan(reader, view));
+    OK(kvs_state_reader_rewind(reader));
+    OK(kvs_state_reader_read_kv_cache(reader, &view, NULL));
+    OK(kvs_state_reader_finish(reader));
+    CHECK(holds(1, "...xx..xxx......") && same_row(3, 0));
+    kvs_state_reader_free(reader);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
 static void a_plan_is_stale_once_its_cells_are_taken(void) {
     open_cache();
     kvs_kv_view view = view_of(&c);
@@ -1415,6 +1441,7 @@ MAIN(CASE(init_writes_defaults_and_checks_the_size), CASE(structs_of_another_siz
      CASE(a_state_without_attention_sections_is_finished_without_a_plan),
      CASE(planning_ends_and_tensors_are_read_with_the_rewind),
      CASE(bytes_of_a_tensor_that_wrap_around_are_refused),
+     CASE(a_callback_that_uses_its_reader_is_refused),
      CASE(a_plan_is_stale_once_its_cells_are_taken),
      CASE(a_section_is_read_into_the_cache_that_it_was_planned_for),
      CASE(a_view_that_was_planned_and_is_then_shared_is_refused),
