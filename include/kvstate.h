@@ -82,7 +82,7 @@
 #define KVS_LEGACY_ROTATION_PLAIN 2
 
 // The plane is in host memory.
-#define KVS_DEVICE_HOST -1
+#define KVS_DEVICE_HOST (-1)
 
 // A call failed, or something was damaged.
 #define KVS_LOG_ERROR 1
