@@ -82,7 +82,7 @@
 #define KVS_LEGACY_ROTATION_PLAIN 2
 
 // The plane is in host memory.
-#define KVS_DEVICE_HOST -1
+#define KVS_DEVICE_HOST (-1)
 
 // A call failed, or something was damaged.
 #define KVS_LOG_ERROR 1
@@ -107,7 +107,12 @@ typedef struct kvs_slot kvs_slot;
 
 // A state on its way in. First every section is planned, in write order: read, checked, placed, and nothing
 // changes. Then, from kvs_state_reader_rewind on, the same sections are read in the same order: cells are set,
-// and tensors wait for kvs_state_reader_finish, which copies all of them in one batch.
+// and tensors wait for kvs_state_reader_finish, which copies all of them in one batch. The state has been restored
+// when that has returned KVS_STATUS_OK, and not before.
+//
+// The whole of it: plan every section; compare kvs_state_reader_left with 0, since what a state has beyond the
+// cache (a section, V of the last layer) is told by nothing else; rewind; read every section; finish. The README has it as
+// code. Sections of the caller's own are read or skipped while planning, and read in between afterwards.
 //
 // Until it is freed, the bytes of the state stay as they are, and the cache is changed through it alone.
 typedef struct kvs_state_reader kvs_state_reader;
@@ -331,8 +336,9 @@ typedef int (*kvs_visit_each)(void *arg, const struct kvs_cell *cell);
 //
 // Its callbacks return 0, or anything else to fail, which ends the call with KVS_STATUS_CALLBACK. They must not
 // throw or unwind: catch, keep the exception, and throw it again after the call has returned. They run on the
-// thread of the call, during the call; get of the access also during kvs_state_writer_get_data and _save_file,
-// set during kvs_state_reader_finish.
+// thread of the call, during the call; get of the access also during kvs_state_writer_get_data, _save_file and
+// _get_on_device, set during kvs_state_reader_finish. Calls with the writer or the reader of the call that
+// they run in are refused.
 typedef struct kvs_kv_view {
     // sizeof(kvs_kv_view), set by the init call.
     size_t struct_size;
@@ -360,26 +366,34 @@ typedef struct kvs_kv_view {
     uint32_t n_rot_v;
     // 1: states carry x, y and token of each cell.
     uint32_t cell_ext;
-    // 1: the cells are another cache's, which saves them. Nothing is written or read.
+    // 1: the cells are another cache's, which saves them. Nothing is written or read: planes and callbacks may be
+    // NULL.
     uint32_t shared;
     // K, stream-major: [n_stream * n_layer].
     const struct kvs_plane *k;
     // V, likewise; NULL: no layer has V.
     const struct kvs_plane *v;
-    // Where the search for free cells starts in each stream, n_stream of them; NULL: at cell 0.
+    // Where the search for free cells starts in each stream, n_stream of them, at most kv_size (which is cell 0
+    // again); NULL: at cell 0.
     const uint32_t *head;
     // For planes whose data is NULL; all planes have data if this is NULL.
     const struct kvs_tensor_access *access;
     // Calls each(arg, cell) once for every cell of seq in stream, or with seq -1 for every used cell, in any
-    // order (ascending is fastest), and returns at once what it returns if that is not 0.
+    // order (ascending is fastest), and returns at once what it returns if that is not 0. The cell's seqs are all of
+    // its sequences, whichever is visited. A pending shift is not applied: see kvs_kv_cache_state_write.
     int (*visit)(void *user, uint32_t stream, kvs_seq_id seq, kvs_visit_each each, void *arg);
-    // Replaces seq (-1: everything in the stream) by n cells, whose idx says where. They are empty, or the
+    // Replaces seq by n cells, whose idx says where and whose seqs is seq alone. They are empty, or the
     // sequence's own, or hold one other sequence whose window has passed them: that one loses them and all its
-    // older positions (the purge rule of llama_kv_cache::apply_ubatch). ext is set as given, shift is 0, the next
-    // search starts after the last cell. n is 0 for an empty sequence.
+    // older positions (the purge rule of llama_kv_cache::apply_ubatch). x, y and tok are set as given, shift is 0, the
+    // next search starts after the last cell. n is 0 for an empty sequence.
+    //
+    // seq -1: everything is replaced. clear has been called with -1; then each stream that is to hold cells gets
+    // one call, whose seqs name the sequences of each cell.
     int (*apply)(void *user, uint32_t stream, kvs_seq_id seq, uint32_t n, const struct kvs_cell *cells);
     // Removes seq (-1: everything) and zeroes the data of the cells that only it used.
     int (*clear)(void *user, kvs_seq_id seq);
+    // KVS_LEGACY_ROTATION_*, for a reader of files older than version 4.
+    uint32_t legacy_rotation;
 } kvs_kv_view;
 
 // Where a state's bytes go to or come from in turns (llama_io_write_i, llama_io_read_i). Fill with kvs_io_init
@@ -404,9 +418,9 @@ typedef struct kvs_io {
 typedef struct kvs_slot_info {
     // Number of cells, 0 for a stream without.
     uint32_t n;
-    // As sinfos_out: what idxs has room for, at least kv_size.
+    // As sinfos_out: what idxs has room for, at least kv_size. As sinfos_in: ignored.
     uint32_t capacity;
-    // The cells.
+    // The cells; NULL only as sinfos_in with n 0.
     uint32_t *idxs;
 } kvs_slot_info;
 
@@ -456,7 +470,7 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // Shifts are pending and could not be applied.
 #define KVS_STATUS_SHIFT_FAILED 13
 
-// The cache changed between prepare and commit.
+// The cache changed between prepare and commit, or between plan and read.
 #define KVS_STATUS_STALE 14
 
 // An operating-system call on a file failed.
@@ -753,7 +767,9 @@ kvs_status kvs_io_init(struct kvs_io *io, size_t struct_size);
 
 // llama_kv_cache::state_write: writes the section of one sequence, or of all with seq_id -1, through io, which
 // needs write and write_tensor. What is selected is up to the flags and the view's own window: docs/semantics.md.
-// A pending shift of K is not applied: do that before.
+//
+// A pending shift (kvs_cell.shift) is not applied: positions are the new ones and K is written as it is, with a
+// warning in the log, since nothing here tells a save from a question for its size. Apply shifts before a save.
 kvs_status kvs_kv_cache_state_write(const struct kvs_kv_view *view,
                                     const struct kvs_io *io,
                                     kvs_seq_id seq_id,
@@ -767,7 +783,8 @@ kvs_status kvs_kv_cache_state_write(const struct kvs_kv_view *view,
 // entry has room for kv_size.
 //
 // Metadata and tensors come in turns, so this call cannot refuse a bad state before anything changes, as
-// kvs_state_reader_plan_kv_cache does: on failure the destination is empty and its data zero.
+// kvs_state_reader_plan_kv_cache does: once something has been read, a failure leaves the destination empty and its
+// data zero. If clear fails as well, that is in the log: kvs_last_error has what failed first.
 kvs_status kvs_kv_cache_state_read_sinfo(const struct kvs_kv_view *view,
                                          const struct kvs_io *io,
                                          kvs_seq_id seq_id,
@@ -775,8 +792,11 @@ kvs_status kvs_kv_cache_state_read_sinfo(const struct kvs_kv_view *view,
                                          struct kvs_slot_info *sinfos_out,
                                          const struct kvs_slot_info *sinfos_in);
 
-// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors that are in no host
-// memory, NULL if all are.
+// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors of
+// kvs_state_writer_write_tensor that are in no host memory, NULL if all are.
+//
+// A whole context begins with the name of its architecture, which is the caller's to write: its length in bytes as
+// a little-endian uint32_t, then the bytes, without a NUL (kvs_context_params.arch, if that is who reads it).
 kvs_status kvs_state_writer_new(kvs_seq_id seq_id,
                                 const struct kvs_tensor_access *access,
                                 struct kvs_state_writer **writer_out);
@@ -795,7 +815,8 @@ kvs_status kvs_state_writer_write_tensor(struct kvs_state_writer *writer,
                                          uint64_t offset,
                                          uint64_t n);
 
-// An attention section: what kvs_kv_cache_state_write would write.
+// An attention section: what kvs_kv_cache_state_write would write. KVS_STATE_SEQ_FLAGS_ON_DEVICE makes no
+// difference here: kvs_state_writer_get_on_device does.
 kvs_status kvs_state_writer_write_kv_cache(struct kvs_state_writer *writer,
                                            const struct kvs_kv_view *view,
                                            kvs_state_seq_flags flags);
@@ -834,8 +855,9 @@ size_t kvs_state_writer_save_file(struct kvs_state_writer *writer,
                                   size_t n_token_count,
                                   bool sync);
 
-// Begins to read the state of a sequence, which will replace seq_id, or with -1 that of a whole context. access: as
-// for kvs_state_writer_new.
+// Begins to read the state of a sequence, which will replace seq_id, or with -1 that of a whole context, which
+// begins with the name of its architecture, to be read and compared by the caller. access: as for
+// kvs_state_writer_new.
 kvs_status kvs_state_reader_new(kvs_seq_id seq_id,
                                 const uint8_t *src,
                                 size_t size,
@@ -881,11 +903,11 @@ size_t kvs_state_reader_offset(struct kvs_state_reader *reader);
 // Bytes that are left.
 size_t kvs_state_reader_left(struct kvs_state_reader *reader);
 
-// Goes back to the first section, to read what was planned.
+// Goes back to the first section, to read what was planned. Nothing can be planned after it.
 kvs_status kvs_state_reader_rewind(struct kvs_state_reader *reader);
 
-// Forgets what was planned and goes back to the first section. legacy_partial: full-attention sections are
-// expected in a partial state, to be checked and dropped. Plan a partial state again like this if bytes are left
+// Forgets what was planned, read or failed and goes back to the first section. legacy_partial: full-attention
+// sections are expected in a partial state, to be checked and dropped. Plan a partial state again like this if bytes are left
 // after it was planned: older llama.cpp wrote them.
 kvs_status kvs_state_reader_restart(struct kvs_state_reader *reader,
                                     bool legacy_partial);
@@ -897,15 +919,16 @@ kvs_status kvs_state_reader_read(struct kvs_state_reader *reader, void *dst, siz
 kvs_status kvs_state_reader_skip_tensor(struct kvs_state_reader *reader, uint64_t n);
 
 // The next n bytes go to a tensor of the caller's from offset on, with the batch of kvs_state_reader_finish. data:
-// as for kvs_state_writer_write_tensor.
+// as for kvs_state_writer_write_tensor. Refused before kvs_state_reader_rewind.
 kvs_status kvs_state_reader_read_tensor(struct kvs_state_reader *reader,
                                         void *tensor,
                                         void *data,
                                         uint64_t offset,
                                         uint64_t n);
 
-// Reads, checks and places the next attention section; nothing changes. sinfos_out, sinfos_in: as for
-// kvs_kv_cache_state_read_sinfo.
+// Reads, checks and places the next attention section; nothing changes, and if it fails, nothing is consumed.
+// flags: those that the state was written with, which it does not tell: with others it passes over a section, or
+// looks for one that is not there. sinfos_out, sinfos_in: as for kvs_kv_cache_state_read_sinfo.
 kvs_status kvs_state_reader_plan_kv_cache(struct kvs_state_reader *reader,
                                           const struct kvs_kv_view *view,
                                           kvs_state_seq_flags flags,
@@ -913,12 +936,18 @@ kvs_status kvs_state_reader_plan_kv_cache(struct kvs_state_reader *reader,
                                           const struct kvs_slot_info *sinfos_in);
 
 // Does what was planned for the next attention section: its cells are set through apply, its tensors wait for
-// kvs_state_reader_finish. sinfos_out: as it was.
+// kvs_state_reader_finish. view: of the cache that it was planned for, with the same planes; user may be another.
+// sinfos_out: gets the cells that the plan found.
+//
+// Refused, with nothing changed: another view (KVS_STATUS_INVALID_ARGUMENT), cells that another sequence holds since
+// the plan (KVS_STATUS_STALE). If clear or apply fails, the cells are what they have left, the data is as it was, and
+// the reader serves no further than kvs_state_reader_restart: clear the destination in every section.
 kvs_status kvs_state_reader_read_kv_cache(struct kvs_state_reader *reader,
                                           const struct kvs_kv_view *view,
                                           struct kvs_slot_info *sinfos_out);
 
-// Copies the tensors of everything that was read, in one batch. If it fails, cells are set whose data is not
+// Copies the tensors of everything that was read, in one batch. Fails if a section that was planned has not been
+// read, if one has failed, or if nothing of the state was looked at. If it fails, cells may be set whose data is not
 // there: clear the destination in every section.
 kvs_status kvs_state_reader_finish(struct kvs_state_reader *reader);
 

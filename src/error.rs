@@ -39,7 +39,7 @@ pub enum Status {
     CannotShift = 12,
     /// Shifts are pending and could not be applied.
     ShiftFailed = 13,
-    /// The cache changed between prepare and commit.
+    /// The cache changed between prepare and commit, or between plan and read.
     Stale = 14,
     /// An operating-system call on a file failed.
     Io = 15,
@@ -237,6 +237,14 @@ pub enum Error {
         /// Generation of the cache.
         cache: u64,
     },
+    /// A state that was planned before the cache changed.
+    #[error("cell {cell} is held by another sequence since the state was planned: plan again ({place})")]
+    StalePlan {
+        /// A cell that was found for the state.
+        cell: u32,
+        /// Section and stream.
+        place: String,
+    },
     /// A failed file operation.
     #[error("{op} {path}: {source}")]
     Io {
@@ -308,7 +316,7 @@ impl Error {
             Self::NoDeviceState { .. } => Status::NoDeviceState,
             Self::CannotShift { .. } => Status::CannotShift,
             Self::ShiftFailed { .. } => Status::ShiftFailed,
-            Self::Stale { .. } => Status::Stale,
+            Self::Stale { .. } | Self::StalePlan { .. } => Status::Stale,
             Self::Io { .. } => Status::Io,
             Self::OutOfMemory { .. } => Status::OutOfMemory,
             Self::Callback { .. } => Status::Callback,

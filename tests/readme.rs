@@ -18,10 +18,14 @@ fn example(language: &str) -> String {
     block.unwrap_or_else(|| panic!("no block of {language}")).to_owned()
 }
 
-fn compiled(language: &str, mut compiler: Command, how: Link) -> String {
+fn compiled(language: &str, compiler: Command, how: Link) -> String {
+    run_source(&format!("example.{language}"), &example(language), compiler, how)
+}
+
+fn run_source(name: &str, text: &str, mut compiler: Command, how: Link) -> String {
     let dir = temp_dir();
-    let source = dir.path().join(format!("example.{language}"));
-    fs::write(&source, example(language)).expect("the source");
+    let source = dir.path().join(name);
+    fs::write(&source, text).expect("the source");
     compiler.arg(&source);
     link(&mut compiler, how);
     run(&mut Command::new(build(compiler, dir.path(), "example")))
@@ -34,6 +38,63 @@ fn the_c_example_saves_restores_and_is_refused() {
         assert!(printed.contains("bytes, positions 0 to 2"), "{printed}");
         assert!(printed.contains("refused: truncated state"), "{printed}");
     }
+}
+
+/// Two cells of sequence 0, saved and restored as sequence 1 of the same cache; then a state cut short.
+const MAIN_OF_A_VIEW: &str = r#"
+#include <stdio.h>
+#include <string.h>
+
+enum { N = 4 };
+static kvs_cell cells[N] = {{.pos = 5, .seqs = {1}}, {.pos = 6, .seqs = {1}}, {.pos = -1}, {.pos = -1}};
+static float k[N] = {1.5f, 2.5f};
+static int n_clear;
+
+static int visit(void *user, uint32_t stream, kvs_seq_id seq, kvs_visit_each each, void *arg) {
+    (void)user, (void)stream;
+    int stop = 0;
+    for (uint32_t i = 0; i < N && !stop; i++) {
+        cells[i].idx = i;
+        if (cells[i].pos >= 0 && (seq < 0 || cells[i].seqs[0] >> seq & 1)) stop = each(arg, &cells[i]);
+    }
+    return stop;
+}
+
+static int apply(void *user, uint32_t stream, kvs_seq_id seq, uint32_t n, const kvs_cell *to) {
+    (void)user, (void)stream, (void)seq;
+    for (uint32_t i = 0; i < n; i++) cells[to[i].idx] = to[i];
+    return 0;
+}
+
+static int clear(void *user, kvs_seq_id seq) {
+    (void)user, (void)seq;
+    n_clear++;
+    return 0;
+}
+
+int main(void) {
+    const kvs_plane plane = {k, k, KVS_DEVICE_HOST, KVS_TYPE_F32, 1, 0, sizeof k[0], 0};
+    kvs_kv_view view = kvs_kv_view_default();
+    view.kv_size = N;
+    view.n_seq_max = 2;
+    view.n_layer = 1;
+    view.k = &plane;
+    view.visit = visit;
+    view.apply = apply;
+    view.clear = clear;
+    uint8_t state[256];
+    const size_t size = save(&view, 0, state, sizeof state);
+    if (restore(&view, 1, state, size - 1) != KVS_STATUS_TRUNCATED) return 1;
+    if (restore(&view, 1, state, size) != KVS_STATUS_OK) return 2;
+    printf("%d %g, %d %g, cleared %d\n", cells[2].pos, k[2], cells[3].pos, k[3], n_clear);
+    return 0;
+}
+"#;
+
+#[test]
+fn the_example_of_a_view_saves_and_restores_a_cache_of_the_callers() {
+    let printed = run_source("view.c", &(example("c view") + MAIN_OF_A_VIEW), cc::c(), Link::Dynamic);
+    assert_eq!(printed, "5 1.5, 6 2.5, cleared 0\n");
 }
 
 #[test]

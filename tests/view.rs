@@ -863,6 +863,17 @@ fn a_restart_forgets_what_was_planned() {
     reader.rewind();
     reader.read_kv_cache(owner.view()).expect("the second plan");
     assert_eq!(owner.calls(), [Call::Apply { stream: 0, seq: Some(2), cells: vec![6, 7, 8] }]);
+
+    // What was read waits for no batch any more.
+    let bytes = owner.bytes_of(2);
+    owner.write(0, 6, &owner.read(0, 3));
+    let changed = owner.bytes_of(2);
+    reader.restart(false);
+    reader.plan_kv_cache(&owner.view(), 1, PARTIAL, None).expect("nothing to read");
+    reader.rewind();
+    reader.read_kv_cache(owner.view()).expect("nothing");
+    reader.finish().expect("nothing");
+    assert!(bytes != changed && owner.bytes_of(2) == changed);
 }
 
 #[test]
@@ -1013,7 +1024,7 @@ fn a_state_that_stayed_behind_is_refused_for_another_blob() {
     let mut damaged = blob.clone();
     damaged[16] ^= 1;
     for (blob, flags, reason) in [
-        (&later, ON_DEVICE, "a later one has replaced it"),
+        (&later, ON_DEVICE, "the live one is older than the blob"),
         (&blob, ON_DEVICE | PARTIAL, "the live one was taken with other flags"),
         (&damaged, ON_DEVICE, "the blob is not the one that was given out"),
     ] {
@@ -1186,6 +1197,27 @@ fn masked_cells_of_others_are_taken_with_all_their_older_positions() {
     assert_eq!(slots, in_cells([&[0, 1, 12, 13, 14, 15]]));
     assert_eq!(pair.owners[0].positions(0), (2..12).collect::<Vec<_>>());
     pair.assert_same(false);
+}
+
+#[test]
+fn a_plan_that_takes_masked_cells_of_others_is_stale_once_they_hold_something_else() {
+    let mut source = Pair::of(2, standard(16, 6));
+    source.decode(1, 2..8);
+    let blob = source.managed(1, NONE);
+    let mut pair = Pair::of(2, standard(16, 6));
+    pair.decode(0, 0..12);
+    let owner = &pair.owners[0];
+    let mut reader = StateReader::of_seq(&blob).expect("a state");
+    reader.plan_kv_cache(&owner.view(), 1, NONE, None).expect("room");
+    reader.rewind();
+    let hold = |pos| owner.book.borrow_mut().cells[0][1].as_mut().expect("a used cell").0.pos = pos;
+    hold(12);
+    let error = reader.read_kv_cache(owner.view()).expect_err("cell 1 is inside the window now");
+    assert_eq!((error.status(), owner.calls()), (Status::Stale, vec![]));
+    hold(1);
+    reader.read_kv_cache(owner.view()).expect("as planned");
+    reader.finish().expect("the batch");
+    assert_eq!(owner.cells_of(1), [0, 1, 12, 13, 14, 15]);
 }
 
 #[test]

@@ -381,7 +381,7 @@ fn flag(name: &str, value: u32) -> Result<bool> {
     }
 }
 
-fn legacy_rotation(value: u32) -> Result<Option<LegacyRotation>> {
+pub(super) fn legacy_rotation(value: u32) -> Result<Option<LegacyRotation>> {
     match value {
         KVS_LEGACY_ROTATION_UNSTATED => Ok(None),
         KVS_LEGACY_ROTATION_ROTATED => Ok(Some(LegacyRotation::Rotated)),

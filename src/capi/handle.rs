@@ -81,6 +81,9 @@ struct Tag<T> {
 /// The tag of a handle that a panic left in the middle of a change.
 const POISONED: u64 = 0x6b76_735f_706f_6973;
 
+/// The tag of a handle while a call may change it: one more from a callback would change it under that call.
+const IN_USE: u64 = 0x6b76_735f_7573_6564;
+
 /// A new handle, owned by the caller.
 pub(super) fn into_tagged<T: Tagged>(value: T) -> *mut T {
     Box::into_raw(Box::new(Tag { tag: T::LIVE, value })).cast()
@@ -94,7 +97,7 @@ unsafe fn tag_of<T: Tagged>(handle: *mut T) -> Result<u64> {
     }
     // SAFETY: not NULL, aligned; the header demands a live handle, which begins with a tag or something as large.
     match unsafe { (&raw const (*handle).tag).read() } {
-        tag if tag == T::LIVE || tag == POISONED => Ok(tag),
+        tag if tag == T::LIVE || tag == POISONED || tag == IN_USE => Ok(tag),
         _ => Err(Error::InvalidHandle { name: T::NAME }),
     }
 }
@@ -105,16 +108,27 @@ pub(super) unsafe fn with_tagged<T: Tagged, U>(
     call: impl FnOnce(&mut T) -> Result<U>,
 ) -> Result<U> {
     // SAFETY: the header demands NULL or a live handle that no other call uses meanwhile.
-    if unsafe { tag_of(handle) }? == POISONED {
-        return Err(Error::Poisoned);
+    match unsafe { tag_of(handle) }? {
+        POISONED => return Err(Error::Poisoned),
+        IN_USE => return Err(in_use::<T>()),
+        _ => {}
     }
-    // SAFETY: as above, and it is of this kind.
-    let handle = unsafe { &mut *handle.cast::<Tag<T>>() };
-    let result = caught(|| call(&mut handle.value));
-    if matches!(result, Err(Error::Internal(_))) {
-        handle.tag = POISONED;
-    }
+    // SAFETY: as above, and it is of this kind; a call from a callback gets no further than the tag.
+    let (tag, value) = unsafe {
+        let handle = handle.cast::<Tag<T>>();
+        (&raw mut (*handle).tag, &mut (*handle).value)
+    };
+    // SAFETY: it is in the handle, which is not freed while it is in use.
+    unsafe { tag.write(IN_USE) };
+    let result = caught(|| call(value));
+    let is_damaged = matches!(result, Err(Error::Internal(_)));
+    // SAFETY: as above.
+    unsafe { tag.write(if is_damaged { POISONED } else { T::LIVE }) };
     result
+}
+
+fn in_use<T: Tagged>() -> Error {
+    Error::arg(T::NAME, "in use by the call whose callback made this one")
 }
 
 /// Frees a handle; NULL is fine.
@@ -124,7 +138,9 @@ pub(super) unsafe fn free_tagged<T: Tagged>(handle: *mut T) -> Result<()> {
     }
     // SAFETY: the header demands a handle that was not freed; of this kind, it came from a Box.
     unsafe {
-        tag_of(handle)?;
+        if tag_of(handle)? == IN_USE {
+            return Err(in_use::<T>());
+        }
         let handle = handle.cast::<Tag<T>>();
         (*handle).tag = 0;
         drop(Box::from_raw(handle));

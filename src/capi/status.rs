@@ -37,7 +37,7 @@ pub const KVS_STATUS_NO_DEVICE_STATE: kvs_status = 11;
 pub const KVS_STATUS_CANNOT_SHIFT: kvs_status = 12;
 /// Shifts are pending and could not be applied.
 pub const KVS_STATUS_SHIFT_FAILED: kvs_status = 13;
-/// The cache changed between prepare and commit.
+/// The cache changed between prepare and commit, or between plan and read.
 pub const KVS_STATUS_STALE: kvs_status = 14;
 /// An operating-system call on a file failed.
 pub const KVS_STATUS_IO: kvs_status = 15;

@@ -39,7 +39,12 @@ impl Tagged for kvs_state_writer {
 
 /// A state on its way in. First every section is planned, in write order: read, checked, placed, and nothing
 /// changes. Then, from kvs_state_reader_rewind on, the same sections are read in the same order: cells are set,
-/// and tensors wait for kvs_state_reader_finish, which copies all of them in one batch.
+/// and tensors wait for kvs_state_reader_finish, which copies all of them in one batch. The state has been restored
+/// when that has returned KVS_STATUS_OK, and not before.
+///
+/// The whole of it: plan every section; compare kvs_state_reader_left with 0, since what a state has beyond the
+/// cache (a section, V of the last layer) is told by nothing else; rewind; read every section; finish. The README has it as
+/// code. Sections of the caller's own are read or skipped while planning, and read in between afterwards.
 ///
 /// Until it is freed, the bytes of the state stay as they are, and the cache is changed through it alone.
 pub struct kvs_state_reader {
@@ -65,8 +70,11 @@ impl Tagged for kvs_device_state {
     const NAME: &'static str = "state";
 }
 
-/// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors that are in no host
-/// memory, NULL if all are.
+/// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors of
+/// kvs_state_writer_write_tensor that are in no host memory, NULL if all are.
+///
+/// A whole context begins with the name of its architecture, which is the caller's to write: its length in bytes as
+/// a little-endian uint32_t, then the bytes, without a NUL (kvs_context_params.arch, if that is who reads it).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_writer_new(
     seq_id: kvs_seq_id,
@@ -133,7 +141,8 @@ pub unsafe extern "C" fn kvs_state_writer_write_tensor(
     })
 }
 
-/// An attention section: what kvs_kv_cache_state_write would write.
+/// An attention section: what kvs_kv_cache_state_write would write. KVS_STATE_SEQ_FLAGS_ON_DEVICE makes no
+/// difference here: kvs_state_writer_get_on_device does.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_writer_write_kv_cache(
     writer: *mut kvs_state_writer,
@@ -232,8 +241,9 @@ pub unsafe extern "C" fn kvs_state_writer_save_file(
     })
 }
 
-/// Begins to read the state of a sequence, which will replace seq_id, or with -1 that of a whole context. access: as
-/// for kvs_state_writer_new.
+/// Begins to read the state of a sequence, which will replace seq_id, or with -1 that of a whole context, which
+/// begins with the name of its architecture, to be read and compared by the caller. access: as for
+/// kvs_state_writer_new.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_new(
     seq_id: kvs_seq_id,
@@ -365,7 +375,7 @@ pub unsafe extern "C" fn kvs_state_reader_left(reader: *mut kvs_state_reader) ->
     value_or(0, || unsafe { with_tagged(reader, |r| Ok(size(r.reader.left()))) })
 }
 
-/// Goes back to the first section, to read what was planned.
+/// Goes back to the first section, to read what was planned. Nothing can be planned after it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_rewind(reader: *mut kvs_state_reader) -> kvs_status {
     // SAFETY: the contract of all calls.
@@ -377,8 +387,8 @@ pub unsafe extern "C" fn kvs_state_reader_rewind(reader: *mut kvs_state_reader) 
     })
 }
 
-/// Forgets what was planned and goes back to the first section. legacy_partial: full-attention sections are
-/// expected in a partial state, to be checked and dropped. Plan a partial state again like this if bytes are left
+/// Forgets what was planned, read or failed and goes back to the first section. legacy_partial: full-attention
+/// sections are expected in a partial state, to be checked and dropped. Plan a partial state again like this if bytes are left
 /// after it was planned: older llama.cpp wrote them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_restart(
@@ -416,7 +426,7 @@ pub unsafe extern "C" fn kvs_state_reader_skip_tensor(reader: *mut kvs_state_rea
 }
 
 /// The next n bytes go to a tensor of the caller's from offset on, with the batch of kvs_state_reader_finish. data:
-/// as for kvs_state_writer_write_tensor.
+/// as for kvs_state_writer_write_tensor. Refused before kvs_state_reader_rewind.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_read_tensor(
     reader: *mut kvs_state_reader,
@@ -437,8 +447,9 @@ pub unsafe extern "C" fn kvs_state_reader_read_tensor(
     })
 }
 
-/// Reads, checks and places the next attention section; nothing changes. sinfos_out, sinfos_in: as for
-/// kvs_kv_cache_state_read_sinfo.
+/// Reads, checks and places the next attention section; nothing changes, and if it fails, nothing is consumed.
+/// flags: those that the state was written with, which it does not tell: with others it passes over a section, or
+/// looks for one that is not there. sinfos_out, sinfos_in: as for kvs_kv_cache_state_read_sinfo.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_plan_kv_cache(
     reader: *mut kvs_state_reader,
@@ -462,7 +473,12 @@ pub unsafe extern "C" fn kvs_state_reader_plan_kv_cache(
 }
 
 /// Does what was planned for the next attention section: its cells are set through apply, its tensors wait for
-/// kvs_state_reader_finish. sinfos_out: as it was.
+/// kvs_state_reader_finish. view: of the cache that it was planned for, with the same planes; user may be another.
+/// sinfos_out: gets the cells that the plan found.
+///
+/// Refused, with nothing changed: another view (KVS_STATUS_INVALID_ARGUMENT), cells that another sequence holds since
+/// the plan (KVS_STATUS_STALE). If clear or apply fails, the cells are what they have left, the data is as it was, and
+/// the reader serves no further than kvs_state_reader_restart: clear the destination in every section.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_read_kv_cache(
     reader: *mut kvs_state_reader,
@@ -481,7 +497,8 @@ pub unsafe extern "C" fn kvs_state_reader_read_kv_cache(
     })
 }
 
-/// Copies the tensors of everything that was read, in one batch. If it fails, cells are set whose data is not
+/// Copies the tensors of everything that was read, in one batch. Fails if a section that was planned has not been
+/// read, if one has failed, or if nothing of the state was looked at. If it fails, cells may be set whose data is not
 /// there: clear the destination in every section.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_finish(reader: *mut kvs_state_reader) -> kvs_status {

@@ -2,6 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
+use super::context::{KVS_LEGACY_ROTATION_UNSTATED, legacy_rotation};
 use super::handle::string;
 use super::params::{self, Params};
 use super::state::flags_of;
@@ -11,7 +12,8 @@ use crate::cells::{CellMeta, SeqSet};
 use crate::error::{Error, Result};
 use crate::format::{GgmlType, StateVersion};
 use crate::memory::{
-    KvParams, KvPlanes, KvView, LayerParams, SlotInfos, TensorInput, TensorParams, ViewCell, ViewCells,
+    KvParams, KvPlanes, KvView, LayerParams, SlotInfos, Streams, TensorInput, TensorParams, ViewCell,
+    ViewCells,
 };
 use crate::state::{Input, Sink};
 use crate::storage::{Plane, PlaneShape, Region, TensorAccess};
@@ -23,9 +25,9 @@ use crate::types::{CellExt, Seq, Swa, SwaType, Token};
 pub struct kvs_slot_info {
     /// Number of cells, 0 for a stream without.
     pub n: u32,
-    /// As sinfos_out: what idxs has room for, at least kv_size.
+    /// As sinfos_out: what idxs has room for, at least kv_size. As sinfos_in: ignored.
     pub capacity: u32,
-    /// The cells.
+    /// The cells; NULL only as sinfos_in with n 0.
     pub idxs: *mut u32,
 }
 
@@ -64,8 +66,9 @@ pub type kvs_visit_each = Option<unsafe extern "C" fn(arg: *mut c_void, cell: *c
 ///
 /// Its callbacks return 0, or anything else to fail, which ends the call with KVS_STATUS_CALLBACK. They must not
 /// throw or unwind: catch, keep the exception, and throw it again after the call has returned. They run on the
-/// thread of the call, during the call; get of the access also during kvs_state_writer_get_data and _save_file,
-/// set during kvs_state_reader_finish.
+/// thread of the call, during the call; get of the access also during kvs_state_writer_get_data, _save_file and
+/// _get_on_device, set during kvs_state_reader_finish. Calls with the writer or the reader of the call that
+/// they run in are refused.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvs_kv_view {
@@ -95,18 +98,21 @@ pub struct kvs_kv_view {
     pub n_rot_v: u32,
     /// 1: states carry x, y and token of each cell.
     pub cell_ext: u32,
-    /// 1: the cells are another cache's, which saves them. Nothing is written or read.
+    /// 1: the cells are another cache's, which saves them. Nothing is written or read: planes and callbacks may be
+    /// NULL.
     pub shared: u32,
     /// K, stream-major: [n_stream * n_layer].
     pub k: *const kvs_plane,
     /// V, likewise; NULL: no layer has V.
     pub v: *const kvs_plane,
-    /// Where the search for free cells starts in each stream, n_stream of them; NULL: at cell 0.
+    /// Where the search for free cells starts in each stream, n_stream of them, at most kv_size (which is cell 0
+    /// again); NULL: at cell 0.
     pub head: *const u32,
     /// For planes whose data is NULL; all planes have data if this is NULL.
     pub access: *const kvs_tensor_access,
     /// Calls each(arg, cell) once for every cell of seq in stream, or with seq -1 for every used cell, in any
-    /// order (ascending is fastest), and returns at once what it returns if that is not 0.
+    /// order (ascending is fastest), and returns at once what it returns if that is not 0. The cell's seqs are all of
+    /// its sequences, whichever is visited. A pending shift is not applied: see kvs_kv_cache_state_write.
     pub visit: Option<
         unsafe extern "C" fn(
             user: *mut c_void,
@@ -116,10 +122,13 @@ pub struct kvs_kv_view {
             arg: *mut c_void,
         ) -> c_int,
     >,
-    /// Replaces seq (-1: everything in the stream) by n cells, whose idx says where. They are empty, or the
+    /// Replaces seq by n cells, whose idx says where and whose seqs is seq alone. They are empty, or the
     /// sequence's own, or hold one other sequence whose window has passed them: that one loses them and all its
-    /// older positions (the purge rule of llama_kv_cache::apply_ubatch). ext is set as given, shift is 0, the next
-    /// search starts after the last cell. n is 0 for an empty sequence.
+    /// older positions (the purge rule of llama_kv_cache::apply_ubatch). x, y and tok are set as given, shift is 0, the
+    /// next search starts after the last cell. n is 0 for an empty sequence.
+    ///
+    /// seq -1: everything is replaced. clear has been called with -1; then each stream that is to hold cells gets
+    /// one call, whose seqs name the sequences of each cell.
     pub apply: Option<
         unsafe extern "C" fn(
             user: *mut c_void,
@@ -131,12 +140,14 @@ pub struct kvs_kv_view {
     >,
     /// Removes seq (-1: everything) and zeroes the data of the cells that only it used.
     pub clear: Option<unsafe extern "C" fn(user: *mut c_void, seq: kvs_seq_id) -> c_int>,
+    /// KVS_LEGACY_ROTATION_*, for a reader of files older than version 4.
+    pub legacy_rotation: u32,
 }
 
 // SAFETY: repr(C), usize first; integers, pointers and nullable function pointers.
 unsafe impl Params for kvs_kv_view {
     const NAME: &'static str = "kvs_kv_view";
-    const MIN_SIZE: usize = size_of::<Self>();
+    const MIN_SIZE: usize = std::mem::offset_of!(Self, legacy_rotation);
 
     fn defaults() -> Self {
         Self {
@@ -161,6 +172,7 @@ unsafe impl Params for kvs_kv_view {
             visit: None,
             apply: None,
             clear: None,
+            legacy_rotation: KVS_LEGACY_ROTATION_UNSTATED,
         }
     }
 }
@@ -220,7 +232,9 @@ pub unsafe extern "C" fn kvs_io_init(io: *mut kvs_io, struct_size: usize) -> kvs
 
 /// llama_kv_cache::state_write: writes the section of one sequence, or of all with seq_id -1, through io, which
 /// needs write and write_tensor. What is selected is up to the flags and the view's own window: docs/semantics.md.
-/// A pending shift of K is not applied: do that before.
+///
+/// A pending shift (kvs_cell.shift) is not applied: positions are the new ones and K is written as it is, with a
+/// warning in the log, since nothing here tells a save from a question for its size. Apply shifts before a save.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_kv_cache_state_write(
     view: *const kvs_kv_view,
@@ -232,7 +246,7 @@ pub unsafe extern "C" fn kvs_kv_cache_state_write(
     status_of(|| unsafe {
         let flags = flags_of(flags)?;
         let view = view_of(view)?;
-        let mut sink = IoSink { io: params::read(io)? };
+        let mut sink = IoSink::new(params::read(io)?)?;
         view.state_write(&mut sink, seq_id, flags)
     })
 }
@@ -245,7 +259,8 @@ pub unsafe extern "C" fn kvs_kv_cache_state_write(
 /// entry has room for kv_size.
 ///
 /// Metadata and tensors come in turns, so this call cannot refuse a bad state before anything changes, as
-/// kvs_state_reader_plan_kv_cache does: on failure the destination is empty and its data zero.
+/// kvs_state_reader_plan_kv_cache does: once something has been read, a failure leaves the destination empty and its
+/// data zero. If clear fails as well, that is in the log: kvs_last_error has what failed first.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_kv_cache_state_read_sinfo(
     view: *const kvs_kv_view,
@@ -262,7 +277,7 @@ pub unsafe extern "C" fn kvs_kv_cache_state_read_sinfo(
         let mut view = view_of(view)?;
         let mut out = SlotsOut::new(&c_view, sinfos_out)?;
         let given = slots_in(&c_view, sinfos_in)?;
-        let mut input = IoInput { io: params::read(io)?, offset: 0 };
+        let mut input = IoInput::new(params::read(io)?)?;
         let slots = view.state_read_sinfo(&mut input, seq_id, flags, given.as_ref())?;
         out.give(&slots)
     })
@@ -282,7 +297,20 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
         let reason = format!("{} with n_seq_max {}, it is 1 or as many", c.n_stream, c.n_seq_max);
         return Err(Error::arg("view.n_stream", reason));
     }
-    let n_planes = c.n_stream as usize * c.n_layer as usize;
+    Streams::new(c.n_seq_max, c.n_stream == 1)?;
+    if c.kv_size == 0 {
+        return Err(Error::arg("view.kv_size", "0, a stream has cells"));
+    }
+    if c.n_layer > MAX_LAYER {
+        return Err(Error::arg("view.n_layer", format!("{}, at most {MAX_LAYER}", c.n_layer)));
+    }
+    let v_trans = flag("view.v_trans", c.v_trans)?;
+    let cell_ext = flag("view.cell_ext", c.cell_ext)?;
+    let shared = flag("view.shared", c.shared)?;
+    let legacy_rotation = legacy_rotation(c.legacy_rotation)?;
+    // Nothing of a shared cache is looked at.
+    let n_layer = if shared { 0 } else { c.n_layer as usize };
+    let n_planes = c.n_stream as usize * n_layer;
     // SAFETY: the contract of all calls.
     let k = unsafe { super::handle::array("view.k", c.k, n_planes) }?;
     // SAFETY: the contract of all calls.
@@ -290,8 +318,7 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
     // SAFETY: the contract of all calls.
     let access = unsafe { access_of(c.access) }?;
 
-    let n_layer = c.n_layer as usize;
-    let mut layers = Vec::with_capacity(n_layer);
+    let mut layers = Vec::new();
     for (i, k) in k.iter().take(n_layer).enumerate() {
         let v = v.get(i).filter(|v| v.n_embd != 0);
         layers.push(LayerParams {
@@ -308,7 +335,7 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
         planes.k.push(unsafe { plane_of("k", i, plane, c.kv_size, shape, access.as_ref()) }?);
         planes.v.push(match (layers[i % n_layer].v, v.get(i)) {
             (Some(params), Some(plane)) => {
-                let shape = if c.v_trans == 1 { channels(params, plane) } else { rows(params, plane) };
+                let shape = if v_trans { channels(params, plane) } else { rows(params, plane) };
                 // SAFETY: as above.
                 Some(unsafe { plane_of("v", i, plane, c.kv_size, shape, access.as_ref()) }?)
             }
@@ -319,20 +346,13 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
         .ok_or_else(|| Error::arg("view.swa_type", format!("{}, it is 0 to 3", c.swa_type)))?;
     let swa = Swa::new(swa_type, c.n_swa)
         .ok_or_else(|| Error::arg("view.n_swa", "0, a sliding window has a size"))?;
-    for (field, value) in
-        [("view.v_trans", c.v_trans), ("view.cell_ext", c.cell_ext), ("view.shared", c.shared)]
-    {
-        if value > 1 {
-            return Err(Error::arg(field, format!("{value}, it is 0 or 1")));
-        }
-    }
     let params = KvParams {
         layers,
         swa,
-        v_trans: c.v_trans == 1,
+        v_trans,
         n_rot_k: c.n_rot_k,
         n_rot_v: c.n_rot_v,
-        cell_ext: c.cell_ext == 1,
+        cell_ext,
         ..KvParams::new(c.kv_size, 0, no_layer())
     };
     let heads = if c.head.is_null() {
@@ -341,15 +361,28 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
         // SAFETY: the contract of all calls.
         unsafe { super::handle::array("view.head", c.head, c.n_stream as usize) }?.to_vec()
     };
-    let cells = CallerCells {
-        user: c.user,
-        visit: c.visit.ok_or_else(|| Error::arg("view.visit", "NULL"))?,
-        apply: c.apply.ok_or_else(|| Error::arg("view.apply", "NULL"))?,
-        clear: c.clear.ok_or_else(|| Error::arg("view.clear", "NULL"))?,
-        heads,
-    };
-    let view = KvView::new(&name, &params, c.n_seq_max, c.n_stream == 1, planes, Box::new(cells))?;
-    Ok(if c.shared == 1 { view.shared() } else { view })
+    if let Some((i, head)) = heads.iter().enumerate().find(|&(_, &head)| head > c.kv_size) {
+        let reason = format!("{head}, at most kv_size {}", c.kv_size);
+        return Err(Error::arg(format!("view.head[{i}]"), reason));
+    }
+    let given = [("visit", c.visit.is_some()), ("apply", c.apply.is_some()), ("clear", c.clear.is_some())];
+    if let Some((name, _)) = given.iter().find(|&&(_, is_given)| !is_given && !shared) {
+        return Err(Error::arg(format!("view.{name}"), "NULL"));
+    }
+    let cells = CallerCells { user: c.user, visit: c.visit, apply: c.apply, clear: c.clear, heads };
+    let view = KvView::new(&name, &params, c.n_seq_max, c.n_stream == 1, planes, Box::new(cells))?
+        .with_legacy_rotation(legacy_rotation);
+    Ok(if shared { view.shared() } else { view })
+}
+
+/// More than any model has: an `n_layer` beyond it was never set.
+const MAX_LAYER: u32 = 1 << 16;
+
+fn flag(field: &str, value: u32) -> Result<bool> {
+    match value {
+        0 | 1 => Ok(value == 1),
+        _ => Err(Error::arg(field, format!("{value}, it is 0 or 1"))),
+    }
 }
 
 /// Stands for the layers until they are known.
@@ -420,6 +453,12 @@ unsafe fn plane_of(
         let reason = format!("{}, only {KVS_DEVICE_HOST} is supported: set data to NULL", plane.device);
         return Err(Error::arg(format!("view.{field}[{i}].device"), reason));
     }
+    if plane.reserved != 0 {
+        return Err(Error::arg(
+            format!("view.{field}[{i}].reserved"),
+            format!("{}, it is 0", plane.reserved),
+        ));
+    }
     let tensor = plane.tensor.expose_provenance();
     if plane.data.is_null() {
         let access = access.ok_or_else(|| {
@@ -436,13 +475,13 @@ fn failed(name: &'static str, code: c_int) -> Result<()> {
     if code == 0 { Ok(()) } else { Err(Error::Callback { name, code }) }
 }
 
-/// The caller's cells.
+/// The caller's cells. The calls are there unless the view is shared, which makes none.
 #[derive(Debug)]
 struct CallerCells {
     user: *mut c_void,
-    visit: unsafe extern "C" fn(*mut c_void, u32, kvs_seq_id, kvs_visit_each, *mut c_void) -> c_int,
-    apply: unsafe extern "C" fn(*mut c_void, u32, kvs_seq_id, u32, *const kvs_cell) -> c_int,
-    clear: unsafe extern "C" fn(*mut c_void, kvs_seq_id) -> c_int,
+    visit: Option<unsafe extern "C" fn(*mut c_void, u32, kvs_seq_id, kvs_visit_each, *mut c_void) -> c_int>,
+    apply: Option<unsafe extern "C" fn(*mut c_void, u32, kvs_seq_id, u32, *const kvs_cell) -> c_int>,
+    clear: Option<unsafe extern "C" fn(*mut c_void, kvs_seq_id) -> c_int>,
     heads: Vec<u32>,
 }
 
@@ -478,6 +517,11 @@ unsafe extern "C" fn visit_each(arg: *mut c_void, cell: *const kvs_cell) -> c_in
     }
 }
 
+/// A call of the caller's.
+fn given<F>(name: &str, call: Option<F>) -> Result<F> {
+    call.ok_or_else(|| Error::arg(name, "NULL"))
+}
+
 fn seq_id_of(seq: Option<Seq>) -> kvs_seq_id {
     seq.map_or(-1, Seq::id)
 }
@@ -493,7 +537,9 @@ impl ViewCells for CallerCells {
         let arg = (&raw mut visit).cast();
         let stream = u32::try_from(stream).unwrap_or(u32::MAX);
         // SAFETY: the header demands a callback that can be called like this, and does not throw.
-        let code = unsafe { (self.visit)(self.user, stream, seq_id_of(seq), Some(visit_each), arg) };
+        let code = unsafe {
+            given("view.visit", self.visit)?(self.user, stream, seq_id_of(seq), Some(visit_each), arg)
+        };
         match visit.error {
             Some(error) => Err(error),
             None => failed("visit", code),
@@ -521,12 +567,14 @@ impl ViewCells for CallerCells {
         let stream = u32::try_from(stream).unwrap_or(u32::MAX);
         let n = u32::try_from(cells.len()).unwrap_or(u32::MAX);
         // SAFETY: as in visit; `cells` has n elements.
-        failed("apply", unsafe { (self.apply)(self.user, stream, seq_id_of(seq), n, cells.as_ptr()) })
+        failed("apply", unsafe {
+            given("view.apply", self.apply)?(self.user, stream, seq_id_of(seq), n, cells.as_ptr())
+        })
     }
 
     fn clear(&mut self, seq: Option<Seq>) -> Result<()> {
         // SAFETY: as in visit.
-        failed("clear", unsafe { (self.clear)(self.user, seq_id_of(seq)) })
+        failed("clear", unsafe { given("view.clear", self.clear)?(self.user, seq_id_of(seq)) })
     }
 }
 
@@ -569,15 +617,20 @@ pub(super) unsafe fn tensor_bytes(
     n: u64,
     access: Option<&CallerTensors>,
 ) -> Result<Plane> {
+    let end = offset.checked_add(n);
+    let end = end.ok_or_else(|| Error::arg("offset", format!("{offset}, with n {n} the end overflows")))?;
     let shape = PlaneShape::dense_rows(n);
     if data.is_null() {
         let access = access.ok_or_else(|| Error::arg("data", "NULL, and there is no access"))?;
         let access = CallerTensors { base: offset, ..*access };
         return Plane::remote(std::sync::Arc::new(access), tensor.expose_provenance(), 1, shape);
     }
-    let offset =
-        usize::try_from(offset).map_err(|_| Error::arg("offset", format!("{offset} cannot be addressed")))?;
-    // SAFETY: the header demands that these bytes are the tensor's until the writer or reader is freed.
+    let fits = (data.addr() as u64).checked_add(end).is_some();
+    let offset = usize::try_from(offset).ok().filter(|_| fits).ok_or_else(|| {
+        Error::arg("offset", format!("{offset}, with n {n} the end of the tensor at {data:p} overflows"))
+    })?;
+    // SAFETY: the header demands that these bytes, whose end does not wrap around, are the tensor's until the writer
+    // or reader is freed.
     unsafe { Plane::adopt(data.cast::<u8>().wrapping_add(offset), 1, shape) }
         .map(|plane| plane.named(tensor.expose_provenance()))
 }
@@ -600,37 +653,59 @@ impl TensorAccess for CallerTensors {
 
 /// A sink that hands everything to the caller's io.
 struct IoSink {
-    io: kvs_io,
+    user: *mut c_void,
+    write: unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> c_int,
+    write_tensor: unsafe extern "C" fn(*mut c_void, *mut c_void, u64, u64) -> c_int,
+}
+
+impl IoSink {
+    fn new(io: kvs_io) -> Result<Self> {
+        Ok(Self {
+            user: io.user,
+            write: given("io.write", io.write)?,
+            write_tensor: given("io.write_tensor", io.write_tensor)?,
+        })
+    }
 }
 
 impl<'a> Sink<'a> for IoSink {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let write = self.io.write.ok_or_else(|| Error::arg("io.write", "NULL"))?;
         // SAFETY: the header demands a callback that can be called like this.
-        failed("write", unsafe { write(self.io.user, bytes.as_ptr().cast(), bytes.len()) })
+        failed("write", unsafe { (self.write)(self.user, bytes.as_ptr().cast(), bytes.len()) })
     }
 
     fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
-        let write_tensor = self.io.write_tensor.ok_or_else(|| Error::arg("io.write_tensor", "NULL"))?;
         let tensor = std::ptr::with_exposed_provenance_mut(region.tensor());
         region.each_piece(|offset, bytes| {
             // SAFETY: as in write.
-            failed("write_tensor", unsafe { write_tensor(self.io.user, tensor, offset, bytes as u64) })
+            failed("write_tensor", unsafe { (self.write_tensor)(self.user, tensor, offset, bytes as u64) })
         })
     }
 }
 
 /// Input from the caller's io.
 struct IoInput {
-    io: kvs_io,
+    user: *mut c_void,
+    read: unsafe extern "C" fn(*mut c_void, *mut c_void, usize) -> c_int,
+    read_tensor: unsafe extern "C" fn(*mut c_void, *mut c_void, u64, u64) -> c_int,
     offset: u64,
+}
+
+impl IoInput {
+    fn new(io: kvs_io) -> Result<Self> {
+        Ok(Self {
+            user: io.user,
+            read: given("io.read", io.read)?,
+            read_tensor: given("io.read_tensor", io.read_tensor)?,
+            offset: 0,
+        })
+    }
 }
 
 impl Input for IoInput {
     fn read(&mut self, _: &'static str, out: &mut [u8]) -> Result<()> {
-        let read = self.io.read.ok_or_else(|| Error::arg("io.read", "NULL"))?;
         // SAFETY: the header demands a callback that can be called like this.
-        failed("read", unsafe { read(self.io.user, out.as_mut_ptr().cast(), out.len()) })?;
+        failed("read", unsafe { (self.read)(self.user, out.as_mut_ptr().cast(), out.len()) })?;
         self.offset += out.len() as u64;
         Ok(())
     }
@@ -654,10 +729,9 @@ impl Input for IoInput {
 
 impl TensorInput for IoInput {
     fn read_tensor(&mut self, tensor: usize, offset: u64, bytes: usize) -> Result<()> {
-        let read_tensor = self.io.read_tensor.ok_or_else(|| Error::arg("io.read_tensor", "NULL"))?;
         let tensor = std::ptr::with_exposed_provenance_mut(tensor);
         // SAFETY: as in read.
-        failed("read_tensor", unsafe { read_tensor(self.io.user, tensor, offset, bytes as u64) })?;
+        failed("read_tensor", unsafe { (self.read_tensor)(self.user, tensor, offset, bytes as u64) })?;
         self.offset += bytes as u64;
         Ok(())
     }
@@ -670,12 +744,16 @@ pub(super) unsafe fn slots_in(view: &kvs_kv_view, sinfos: *const kvs_slot_info) 
     }
     // SAFETY: the contract of all calls.
     let sinfos = unsafe { super::handle::array("sinfos_in", sinfos, view.n_stream as usize) }?;
-    let cells = |sinfo: &kvs_slot_info| {
+    let cells = |(i, sinfo): (usize, &kvs_slot_info)| {
+        if sinfo.n > view.kv_size {
+            let reason = format!("{}, a stream has kv_size {} cells", sinfo.n, view.kv_size);
+            return Err(Error::arg(format!("sinfos_in[{i}].n"), reason));
+        }
         // SAFETY: the contract of all calls.
         let idxs = unsafe { super::handle::array("sinfos_in.idxs", sinfo.idxs, sinfo.n as usize) }?;
         Ok(idxs.to_vec())
     };
-    sinfos.iter().map(cells).collect::<Result<_>>().map(Some)
+    sinfos.iter().enumerate().map(cells).collect::<Result<_>>().map(Some)
 }
 
 /// The caller's room for a layout, checked before anything changes.
@@ -686,13 +764,16 @@ impl SlotsOut<'_> {
         let n = if sinfos.is_null() { 0 } else { view.n_stream as usize };
         // SAFETY: the contract of all calls.
         let sinfos = unsafe { super::handle::array_mut("sinfos_out", sinfos, n) }?;
-        match sinfos.iter().find(|sinfo| sinfo.capacity < view.kv_size || sinfo.idxs.is_null()) {
-            Some(sinfo) => {
+        for (i, sinfo) in sinfos.iter().enumerate() {
+            if sinfo.capacity < view.kv_size {
                 let reason = format!("{}, each stream has room for kv_size {}", sinfo.capacity, view.kv_size);
-                Err(Error::arg("sinfos_out.capacity", reason))
+                return Err(Error::arg(format!("sinfos_out[{i}].capacity"), reason));
             }
-            None => Ok(Self(sinfos)),
+            if sinfo.idxs.is_null() {
+                return Err(Error::arg(format!("sinfos_out[{i}].idxs"), "NULL"));
+            }
         }
+        Ok(Self(sinfos))
     }
 
     pub(super) fn give(&mut self, slots: &SlotInfos) -> Result<()> {

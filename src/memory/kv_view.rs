@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::geometry::{Geometry, KvParams, Streams};
 use super::kv_cache::{KvPlanes, check_adopted};
-use super::kv_read::{KvPlan, KvTensor, ReadParams};
+use super::kv_read::{KvPlan, KvTensor, LegacyRotation, ReadParams};
 use super::kv_write::{Scope, WriteParams};
 use crate::cells::{CellMeta, Cells, Placement};
 use crate::error::{Error, Result};
@@ -78,7 +78,34 @@ pub struct KvView {
     planes: KvPlanes,
     /// The cells are another cache's: nothing is written, nothing is read.
     shared: bool,
+    legacy_rotation: Option<LegacyRotation>,
     cells: Box<dyn ViewCells>,
+}
+
+/// What the restore of a section will do, and to which cache.
+#[derive(Debug)]
+pub(crate) struct ViewPlan<'a> {
+    /// The cells found, by stream of the state.
+    pub slots: SlotInfos,
+    geometry: Geometry,
+    shared: bool,
+    /// Address of each plane, and its owner's name for the tensor.
+    planes: Vec<(usize, usize)>,
+    /// Planned cells that another sequence held, out of its window; ascending.
+    taken: Vec<ViewCell>,
+    /// `None`: nothing of the section is restored.
+    plan: Option<KvPlan<'a>>,
+}
+
+impl ViewPlan<'_> {
+    pub fn name(&self) -> &str {
+        &self.geometry.name
+    }
+
+    /// Whether it was made for a cache like this one.
+    pub fn is_of(&self, view: &KvView) -> bool {
+        self.geometry == view.geometry
+    }
 }
 
 impl KvView {
@@ -96,7 +123,7 @@ impl KvView {
     ) -> Result<Self> {
         let geometry = Geometry::new(params, name, Streams::new(n_seq_max, unified)?)?;
         let planes = check_adopted(planes, &geometry)?;
-        Ok(Self { geometry, planes, shared: false, cells })
+        Ok(Self { geometry, planes, shared: false, legacy_rotation: None, cells })
     }
 
     /// A view of a cache that reads the cells of another one: its state is empty.
@@ -105,11 +132,22 @@ impl KvView {
         Self { shared: true, ..self }
     }
 
+    /// Says what files older than version 4 leave open.
+    #[must_use]
+    pub fn with_legacy_rotation(self, legacy_rotation: Option<LegacyRotation>) -> Self {
+        Self { legacy_rotation, ..self }
+    }
+
+    /// What the section is called in messages.
+    pub(crate) fn name(&self) -> &str {
+        &self.geometry.name
+    }
+
     fn writes(&self, flags: StateFlags) -> bool {
         !self.shared && self.geometry.writes(flags)
     }
 
-    pub(crate) fn scope(&self, seq_id: i32) -> Result<Scope> {
+    fn scope(&self, seq_id: i32) -> Result<Scope> {
         let n_seq_max = self.geometry.streams.n_seq_max;
         match seq_id {
             -1 => Ok(Scope::Whole),
@@ -212,8 +250,8 @@ impl KvView {
                     let stream = geometry.streams.of(dest);
                     // What is dropped would have to be skipped, and such input gives tensors to tensors only.
                     let may_drop = false;
-                    let placement =
-                        place(geometry, &**cells, stream, dest, &metas, given(sinfos_in, src), may_drop)?;
+                    let given = given(sinfos_in, src);
+                    let (placement, _) = place(geometry, &**cells, stream, dest, &metas, given, may_drop)?;
                     (stream, placement)
                 }
             };
@@ -246,23 +284,31 @@ impl KvView {
         vec![Vec::new(); self.geometry.streams.n_stream as usize]
     }
 
-    /// Reads and checks the section's bytes and finds cells for them; `None` if these flags have none of it.
-    /// Changes nothing. With `legacy_partial` a section that a partial state should not hold is read and
+    /// Reads and checks the section's bytes and finds cells for them. Changes nothing. With `legacy_partial` a section that a partial state should not hold is read and
     /// dropped.
     pub(crate) fn state_plan<'a>(
         &self,
         source: &mut Source<'a>,
-        scope: Scope,
+        seq_id: i32,
         flags: StateFlags,
         sinfos_in: Option<&SlotInfos>,
         legacy_partial: bool,
-    ) -> Result<(Option<KvPlan<'a>>, SlotInfos)> {
-        let params = ReadParams { scope, legacy_rotation: None, flip_cell_ext: false };
+    ) -> Result<ViewPlan<'a>> {
+        let scope = self.scope(seq_id)?;
+        let params = ReadParams { scope, legacy_rotation: self.legacy_rotation, flip_cell_ext: false };
+        let mut planned = ViewPlan {
+            slots: self.no_slots(),
+            geometry: self.geometry.clone(),
+            shared: self.shared,
+            planes: self.plane_ids().collect(),
+            taken: Vec::new(),
+            plan: None,
+        };
         if !self.writes(flags) {
             if legacy_partial && !self.shared {
                 self.geometry.state_read(source, params)?;
             }
-            return Ok((None, self.no_slots()));
+            return Ok(planned);
         }
         let state = self.geometry.state_read(source, params)?;
         let n_stream = state.n_stream;
@@ -270,19 +316,61 @@ impl KvView {
         let may_drop = source.tensors_elsewhere().is_none();
         let plan = state.place(&self.geometry, scope, |stream, dest, state| {
             let given = given_at(sinfos_in, state.stream);
-            place(&self.geometry, &*self.cells, stream, dest, &state.metas, given, may_drop)
+            let (placement, taken) =
+                place(&self.geometry, &*self.cells, stream, dest, &state.metas, given, may_drop)?;
+            planned.taken = taken;
+            Ok(placement)
         })?;
-        let mut slots = self.no_slots();
         for stream in &plan.streams {
             check_given(&self.geometry, stream.stream, given_at(sinfos_in, stream.src), &stream.cells)?;
-            note(&mut slots, stream.src, stream.cells.clone());
+            note(&mut planned.slots, stream.src, stream.cells.clone());
         }
-        check_empty_streams(&self.geometry, sinfos_in, n_stream, &slots)?;
-        Ok((Some(plan), slots))
+        check_empty_streams(&self.geometry, sinfos_in, n_stream, &planned.slots)?;
+        Ok(ViewPlan { plan: Some(plan), ..planned })
+    }
+
+    /// Address of each plane, and its owner's name for the tensor: what caches of one geometry differ in.
+    fn plane_ids(&self) -> impl Iterator<Item = (usize, usize)> {
+        let planes = self.planes.k.iter().chain(self.planes.v.iter().flatten());
+        planes.map(|plane| (plane.as_ptr().addr(), plane.tensor()))
+    }
+
+    /// Checks that this is the cache that was planned for, and that the cells that were found can still be had.
+    pub(crate) fn check_plan(&self, planned: &ViewPlan<'_>) -> Result<()> {
+        let name = self.name();
+        if self.shared != planned.shared {
+            let (now, then) = (u32::from(self.shared), u32::from(planned.shared));
+            return Err(Error::arg("view.shared", format!("{now}, section {name} was planned with {then}")));
+        }
+        if let Some((now, then)) = self.plane_ids().zip(&planned.planes).find(|(now, then)| now != *then) {
+            let reason = format!(
+                "section {name} was planned for another cache: a tensor {:#x} at {:#x}, here {:#x} at {:#x}",
+                then.1, then.0, now.1, now.0
+            );
+            return Err(Error::arg("view", reason));
+        }
+        let Some(KvPlan { scope: Scope::Seq(dest), streams }) = &planned.plan else { return Ok(()) };
+        for stream in streams {
+            let mut is_planned = vec![false; self.geometry.kv_size as usize];
+            stream.cells.iter().for_each(|&cell| is_planned[cell as usize] = true);
+            self.cells.visit(stream.stream, None, &mut |held| {
+                let was_taken = || {
+                    let at = planned.taken.binary_search_by_key(&held.cell, |taken| taken.cell);
+                    at.is_ok_and(|at| planned.taken[at].meta == held.meta)
+                };
+                let is_planned = is_planned.get(held.cell as usize).copied().unwrap_or(false);
+                if !is_planned || held.meta.seqs.single() == Some(*dest) || was_taken() {
+                    return Ok(());
+                }
+                Err(Error::StalePlan { cell: held.cell, place: self.geometry.place(stream.stream) })
+            })?;
+        }
+        Ok(())
     }
 
     /// Sets the cells as planned; the data follows with [`KvView::scatter`].
-    pub(crate) fn commit_cells(&mut self, plan: &KvPlan<'_>) -> Result<()> {
+    pub(crate) fn commit_cells(&mut self, planned: &ViewPlan<'_>) -> Result<()> {
+        let Some(plan) = &planned.plan else { return Ok(()) };
         match plan.scope {
             Scope::Whole => self.cells.clear(None)?,
             Scope::Seq(dest) if plan.streams.is_empty() => {
@@ -295,12 +383,9 @@ impl KvView {
         })
     }
 
-    pub(crate) fn scatter<'p>(&'p mut self, plan: &'p KvPlan<'_>) -> Vec<Scatter<'p>> {
-        plan.scatter(&mut self.planes, self.geometry.n_layer())
-    }
-
-    pub(crate) fn geometry(&self) -> &Geometry {
-        &self.geometry
+    pub(crate) fn scatter<'p>(&'p mut self, planned: &'p ViewPlan<'_>) -> Vec<Scatter<'p>> {
+        let n_layer = self.geometry.n_layer();
+        planned.plan.as_ref().map_or(Vec::new(), |plan| plan.scatter(&mut self.planes, n_layer))
     }
 }
 
@@ -363,7 +448,8 @@ fn given_at(sinfos_in: Option<&SlotInfos>, src: usize) -> Option<&[u32]> {
     sinfos_in.map(|sinfos| sinfos.get(src).map_or(&[][..], Vec::as_slice))
 }
 
-/// Cells for a sequence's `metas`: those given, or the first that can be had.
+/// Cells for a sequence's `metas`: those given, or the first that can be had; and which of them another sequence
+/// holds, ascending.
 fn place(
     geometry: &Geometry,
     cells: &dyn ViewCells,
@@ -372,7 +458,7 @@ fn place(
     metas: &[CellMeta],
     given: Option<&[u32]>,
     may_drop_masked: bool,
-) -> Result<Placement> {
+) -> Result<(Placement, Vec<ViewCell>)> {
     let used = visited(geometry, cells, stream, None)?;
     if let Some(given) = given {
         if given.len() != metas.len() {
@@ -394,14 +480,24 @@ fn place(
                 ));
             }
         }
-        return Ok(Placement { cells: given.to_vec(), ..identity(metas.len()) });
+        return Ok((Placement { cells: given.to_vec(), ..identity(metas.len()) }, Vec::new()));
     }
     let windowed = !geometry.swa.is_none();
     let searched = |seq: Seq| windowed || seq == dest;
-    let used = used.iter().map(|cell| (cell.cell, cell.meta));
-    Cells::of_used(geometry.kv_size, geometry.streams.n_seq_max, cells.head(stream), used, searched)?
-        .place(Some(dest), metas, geometry.swa, may_drop_masked)
-        .map_err(|shortage| geometry.shortage(shortage, stream))
+    let of_used = used.iter().map(|cell| (cell.cell, cell.meta));
+    let placement =
+        Cells::of_used(geometry.kv_size, geometry.streams.n_seq_max, cells.head(stream), of_used, searched)?
+            .place(Some(dest), metas, geometry.swa, may_drop_masked)
+            .map_err(|shortage| geometry.shortage(shortage, stream))?;
+    // Without a window no sequence loses a cell to another.
+    let mut taken = Vec::new();
+    if windowed {
+        let mut is_planned = vec![false; geometry.kv_size as usize];
+        placement.cells.iter().for_each(|&cell| is_planned[cell as usize] = true);
+        taken = used;
+        taken.retain(|cell| is_planned[cell.cell as usize] && cell.meta.seqs.single() != Some(dest));
+    }
+    Ok((placement, taken))
 }
 
 /// A mirrored section sits on the cells of its source, all of them. Those of a whole context are not searched, so

@@ -14,9 +14,9 @@ pub use kv_cache::KvPlanes;
 pub use kv_read::LegacyRotation;
 pub use kv_view::{KvView, SlotInfos, TensorInput, ViewCell, ViewCells};
 
-pub(crate) use geometry::Geometry;
 pub(crate) use kv_cache::KvCache;
 pub(crate) use kv_read::{KvPlan, ReadParams};
+pub(crate) use kv_view::ViewPlan;
 pub(crate) use kv_write::{Scope, WriteParams};
 
 use crate::error::{Error, Result};

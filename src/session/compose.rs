@@ -11,7 +11,7 @@ use super::replace::Replacement;
 use super::{StateFile, with_path};
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, StateVersion, token_bytes};
-use crate::memory::{Geometry, KvPlan, KvView, SlotInfos};
+use crate::memory::{KvView, SlotInfos, ViewPlan};
 use crate::state::{
     CountSink, DeviceSink, DeviceState, FileSink, Input, RecordSink, Sink, SliceSink, Source,
 };
@@ -148,16 +148,13 @@ struct Planned<'a> {
     start: u64,
     /// What comes behind it.
     end: Source<'a>,
-    geometry: Geometry,
-    slots: SlotInfos,
-    /// `None`: nothing of the section is restored.
-    plan: Option<KvPlan<'a>>,
+    plan: ViewPlan<'a>,
 }
 
 /// What waits for the batch.
 #[derive(Debug)]
 enum Pending<'a> {
-    Kv(Box<KvView>, KvPlan<'a>),
+    Kv(Box<KvView>, ViewPlan<'a>),
     Tensor(Plane, TensorBytes<'a>),
 }
 
@@ -165,13 +162,19 @@ enum Pending<'a> {
 ///
 /// First every attention section is planned, in order, and what lies between them is read or skipped; nothing
 /// changes meanwhile. Then, from [`StateReader::rewind`] on, the same sections are read in the same order: cells
-/// are set at once, tensors wait for [`StateReader::finish`].
+/// are set at once, tensors wait for [`StateReader::finish`], which alone says that the state has been restored.
 #[derive(Debug)]
 pub struct StateReader<'a> {
     start: Source<'a>,
     source: Source<'a>,
+    /// Since the rewind, what was planned is read.
+    reading: bool,
+    /// Sections that were planned, those that have been read since included.
+    n_planned: usize,
     planned: VecDeque<Planned<'a>>,
     pending: Vec<Pending<'a>>,
+    /// What failed, and is not made good by a later call: the state can no longer be finished.
+    failed: Option<String>,
     /// Full-attention sections of partial states, which older llama.cpp wrote, are read and dropped.
     legacy_partial: bool,
     threads: Threads,
@@ -222,8 +225,11 @@ impl<'a> StateReader<'a> {
         Self {
             start: source.clone(),
             source,
+            reading: false,
+            n_planned: 0,
             planned: VecDeque::new(),
             pending: Vec::new(),
+            failed: None,
             legacy_partial: false,
             threads: Threads::default(),
         }
@@ -249,14 +255,13 @@ impl<'a> StateReader<'a> {
     /// Goes back to the first section, to read what was planned.
     pub fn rewind(&mut self) {
         self.source = self.start.clone();
+        self.reading = true;
     }
 
-    /// Starts over: forgets what was planned. With `legacy_partial`, full-attention sections of partial states
+    /// Starts over: forgets what was planned and read. With `legacy_partial`, full-attention sections of partial states
     /// are expected: llama.cpp wrote them until October 2026.
     pub fn restart(&mut self, legacy_partial: bool) {
-        self.rewind();
-        self.planned.clear();
-        self.legacy_partial = legacy_partial;
+        *self = Self { legacy_partial, threads: self.threads, ..Self::of_source(self.start.clone()) };
     }
 
     /// The next bytes.
@@ -284,9 +289,14 @@ impl<'a> StateReader<'a> {
     /// The next bytes go to a plane of one cell, with the batch.
     ///
     /// # Errors
-    /// [`Error::Truncated`], [`Error::InvalidArgument`] if the tensors are not here.
+    /// [`Error::Truncated`], [`Error::InvalidArgument`] if the tensors are not here, or before
+    /// [`StateReader::rewind`].
     pub fn read_tensor(&mut self, plane: Plane) -> Result<()> {
         self.check_tensors_are_here()?;
+        if !self.reading {
+            let reason = "tensors are read after the rewind: while the state is planned, they are skipped";
+            return Err(Error::arg("reader", reason));
+        }
         let bytes = self.source.tensor("tensor", plane.shape().cell_bytes())?;
         self.pending.push(Pending::Tensor(plane, bytes));
         Ok(())
@@ -296,7 +306,7 @@ impl<'a> StateReader<'a> {
     ///
     /// # Errors
     /// Every way in which the bytes may not be a state of the cache, [`Error::NoSpace`], [`Error::SeqId`], what
-    /// the owner's calls return.
+    /// the owner's calls return; [`Error::InvalidArgument`] after [`StateReader::rewind`].
     pub fn plan_kv_cache(
         &mut self,
         view: &KvView,
@@ -304,12 +314,18 @@ impl<'a> StateReader<'a> {
         flags: StateFlags,
         sinfos_in: Option<&SlotInfos>,
     ) -> Result<SlotInfos> {
-        let scope = view.scope(seq_id)?;
+        if self.reading {
+            return Err(Error::arg("reader", "it was rewound to be read: restart it to plan again"));
+        }
         let mut source = self.source.clone();
-        let (plan, slots) = view.state_plan(&mut source, scope, flags, sinfos_in, self.legacy_partial)?;
+        // Until a section is planned here after all, there is nothing to finish.
+        self.failed = Some(format!("section {} could not be planned", view.name()));
+        let plan = view.state_plan(&mut source, seq_id, flags, sinfos_in, self.legacy_partial)?;
+        self.failed = None;
         let start = std::mem::replace(&mut self.source, source).offset();
-        let (end, geometry) = (self.source.clone(), view.geometry().clone());
-        self.planned.push_back(Planned { start, end, geometry, slots: slots.clone(), plan });
+        let slots = plan.slots.clone();
+        self.planned.push_back(Planned { start, end: self.source.clone(), plan });
+        self.n_planned += 1;
         Ok(slots)
     }
 
@@ -317,23 +333,35 @@ impl<'a> StateReader<'a> {
     /// cells, by stream.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if the next section that was planned is another one, what the owner's calls
-    /// return.
+    /// [`Error::InvalidArgument`] if the next section that was planned is another one, or another cache's, and
+    /// [`Error::StalePlan`] if its cells are no longer to be had: nothing has changed then. What the owner's calls
+    /// return: if that was its apply or clear, the destination is what they have left of it, and only
+    /// [`StateReader::restart`] makes the reader usable again.
     pub fn read_kv_cache(&mut self, mut view: KvView) -> Result<SlotInfos> {
         self.check_tensors_are_here()?;
-        let offset = self.offset();
-        let is_next = |next: &Planned<'_>| next.start == offset && next.geometry == *view.geometry();
-        let next = if self.planned.front().is_some_and(is_next) { self.planned.pop_front() } else { None };
-        let Planned { end, plan, slots, .. } = next.ok_or_else(|| {
-            let name = &view.geometry().name;
-            Error::arg("view", format!("section {name} is not the next that was planned"))
+        self.check_not_failed()?;
+        let is_here = |next: &&Planned<'_>| self.reading && next.start == self.source.offset();
+        let mut next = None;
+        if let Some(planned) = self.planned.front().filter(is_here).filter(|next| next.plan.is_of(&view)) {
+            view.check_plan(&planned.plan)?;
+            next = self.planned.pop_front();
+        }
+        let Planned { end, plan, .. } = next.ok_or_else(|| {
+            Error::arg("view", format!("section {} is not the next that was planned", view.name()))
         })?;
         self.source = end;
-        if let Some(plan) = plan {
-            view.commit_cells(&plan)?;
-            self.pending.push(Pending::Kv(Box::new(view), plan));
-        }
+        view.commit_cells(&plan).inspect_err(|_| {
+            self.failed = Some(format!("the cells of section {} could not be set", view.name()));
+        })?;
+        let slots = plan.slots.clone();
+        self.pending.push(Pending::Kv(Box::new(view), plan));
         Ok(slots)
+    }
+
+    fn check_not_failed(&self) -> Result<()> {
+        self.failed.as_ref().map_or(Ok(()), |failed| {
+            Err(Error::arg("reader", format!("{failed}: restart it to begin again")))
+        })
     }
 
     fn check_tensors_are_here(&self) -> Result<()> {
@@ -347,8 +375,21 @@ impl<'a> StateReader<'a> {
     /// Copies the tensors of everything that was read, in one batch.
     ///
     /// # Errors
-    /// What the owner of a tensor returns; cells are set then whose data is not there: empty them.
+    /// [`Error::InvalidArgument`] if not all that was planned has been read, if planning or reading has failed, or
+    /// if nothing of the state was looked at. What the owner of a tensor returns. In each case cells may be set whose
+    /// data is not there: empty them.
     pub fn finish(&mut self) -> Result<()> {
+        self.check_not_failed()?;
+        if let Some(next) = self.planned.front() {
+            let (i, n) = (self.n_planned - self.planned.len() + 1, self.n_planned);
+            let reason = format!("section {i} of {n} was planned and not read ({})", next.plan.name());
+            return Err(Error::arg("reader", reason));
+        }
+        // A state without sections has nothing to plan, and one of the caller's own sections is only read.
+        if self.n_planned == 0 && self.offset() == self.start.offset() && self.left() > 0 {
+            let reason = format!("nothing was planned, and the state has {} bytes", self.left());
+            return Err(Error::arg("reader", reason));
+        }
         let one = CellMap::of_run(0, 1)?;
         let mut batch = Vec::new();
         for pending in &mut self.pending {
@@ -359,6 +400,6 @@ impl<'a> StateReader<'a> {
         }
         let scattered = storage::scatter(&mut batch, self.threads, None);
         self.pending.clear();
-        scattered
+        scattered.inspect_err(|_| self.failed = Some("its tensors could not all be copied".into()))
     }
 }

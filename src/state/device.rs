@@ -42,6 +42,12 @@ impl DeviceState {
         Ok(field & ((1 << SEQ_ID_BITS) - 1))
     }
 
+    /// States are numbered in the order in which they are taken, whatever sequence and context they are of.
+    fn number_of(blob: &[u8]) -> Result<u32> {
+        let field = format::read_seq_blob_header(&mut Cursor::new(blob))?;
+        Ok(field.cast_unsigned() >> SEQ_ID_BITS)
+    }
+
     /// The state behind the blob `metadata`.
     pub(crate) fn new(metadata: Vec<u8>, tensors: Vec<u8>, flags: StateFlags) -> Self {
         Self { metadata, tensors, flags }
@@ -54,8 +60,12 @@ impl DeviceState {
     pub(crate) fn source(&self, blob: &[u8], flags: StateFlags) -> Result<Source<'_>> {
         let seq_id = Self::seq_id_of(blob)?;
         let gone = |reason| Error::NoDeviceState { seq_id, reason };
+        let (given, live) = (Self::number_of(blob)?, Self::number_of(&self.metadata)?);
+        if given > live {
+            return Err(gone("the live one is older than the blob"));
+        }
         if !blob.starts_with(&self.metadata[..HEADER_LEN]) {
-            return Err(gone("a later one has replaced it"));
+            return Err(gone("a later one has replaced it, or it is of another context"));
         }
         if flags != self.flags {
             return Err(gone("the live one was taken with other flags"));

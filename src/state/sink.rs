@@ -152,6 +152,16 @@ impl<'a> RecordSink<'a> {
         self.bytes
     }
 
+    /// Bytes with `n` more: no more than a buffer or a file can have.
+    fn bytes_with(&self, n: u64) -> Result<u64> {
+        let bytes = self.bytes.saturating_add(n);
+        if i64::try_from(bytes).is_ok() {
+            Ok(bytes)
+        } else {
+            Err(Error::OutOfMemory { what: "a state", bytes })
+        }
+    }
+
     /// Gives everything to `sink`, in order.
     ///
     /// # Errors
@@ -171,13 +181,16 @@ impl<'a> RecordSink<'a> {
 
 impl<'a> Sink<'a> for RecordSink<'a> {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        let n = bytes.len() as u64;
+        let no_memory = |_| Error::OutOfMemory { what: "the metadata of a state", bytes: n };
+        self.metadata.try_reserve(bytes.len()).map_err(no_memory)?;
+        self.bytes = self.bytes_with(n)?;
         self.metadata.extend_from_slice(bytes);
-        self.bytes += bytes.len() as u64;
         Ok(())
     }
 
     fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
-        self.bytes += region.bytes();
+        self.bytes = self.bytes_with(region.bytes())?;
         self.regions.push((self.metadata.len(), region));
         Ok(())
     }

@@ -14,6 +14,7 @@ mod plane;
 mod region;
 mod transfer;
 
+use std::fmt;
 use std::ops::Range;
 
 pub use batch::{Scatter, TensorBytes, gather, scatter};
@@ -54,6 +55,19 @@ pub enum PlaneShape {
         /// From a channel to the next.
         channel_stride: u64,
     },
+}
+
+impl fmt::Display for PlaneShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Rows { row_size, cell_stride } => write!(f, "rows of {row_size} bytes {cell_stride} apart"),
+            Self::Channels { n_channel, elem_size, cell_stride, channel_stride } => write!(
+                f,
+                "{n_channel} channels of {elem_size}-byte elements, cells {cell_stride} and channels \
+                 {channel_stride} apart"
+            ),
+        }
+    }
 }
 
 /// Both shapes as one: rows are a single channel whose elements are rows.
@@ -111,10 +125,10 @@ impl PlaneShape {
     pub fn check(&self, kv_size: u32) -> Result<(), String> {
         let s = self.strides();
         if kv_size == 0 || self.cell_bytes() == 0 {
-            return Err(format!("{self:?} with {kv_size} cells holds no bytes"));
+            return Err(format!("{self} hold no bytes with {kv_size} cells"));
         }
         if self.span(kv_size).is_none_or(|span| isize::try_from(span).is_err()) {
-            return Err(format!("{self:?} with {kv_size} cells spans more bytes than can be addressed"));
+            return Err(format!("{self}: {kv_size} cells span more bytes than can be addressed"));
         }
         // Either channel follows channel, each with all its cells, or cell follows cell.
         let steps_over = |outer: u64, count: u32, inner: u64| {
@@ -125,7 +139,7 @@ impl PlaneShape {
         {
             Ok(())
         } else {
-            Err(format!("{self:?} with {kv_size} cells: cells overlap"))
+            Err(format!("{self}: {kv_size} cells overlap"))
         }
     }
 

@@ -154,7 +154,7 @@ impl Plane {
     }
 
     /// The owner's name for the tensor, 0 if it gave none.
-    pub(super) fn tensor(&self) -> usize {
+    pub(crate) fn tensor(&self) -> usize {
         self.tensor
     }
 
@@ -199,7 +199,7 @@ impl Plane {
     /// then.
     pub fn copy_cells_from(&mut self, src: &Self, map: &CellMap) -> Result<()> {
         if (src.shape, src.kv_size) != (self.shape, self.kv_size) {
-            let of = |plane: &Self| format!("{:?} with {} cells", plane.shape, plane.kv_size);
+            let of = |plane: &Self| format!("{} cells of {}", plane.kv_size, plane.shape);
             return Err(Error::arg("src", format!("is {} (expected {})", of(src), of(self))));
         }
         self.check_cells(map)?;

@@ -274,7 +274,7 @@ static void init_writes_defaults_and_checks_the_size(void) {
 
     BAD_STATUS(kvs_kv_view_init(NULL, sizeof view), "kvs_kv_view: NULL");
     BAD_STATUS(kvs_io_init(NULL, sizeof io), "kvs_io: NULL");
-    BAD_STATUS(kvs_kv_view_init(&view, sizeof view - 1), "kvs_kv_view.struct_size: ");
+    BAD_STATUS(kvs_kv_view_init(&view, offsetof(kvs_kv_view, legacy_rotation) - 1), "kvs_kv_view.struct_size: ");
     BAD_STATUS(kvs_io_init(&io, 8), "kvs_io.struct_size: 8, ");
 }
 
@@ -405,8 +405,8 @@ static void layouts_without_room_are_refused_before_anything_changes(void) {
     kvs_kv_view view = view_of(&c);
     uint32_t cells[N_CELL];
     kvs_slot_info out = {7, N_CELL - 1, cells}, null = {7, N_CELL, NULL};
-    const kvs_slot_info in = {2, 0, NULL};
-    const char *text = "sinfos_out.capacity: 15, each stream has room for kv_size 16";
+    const kvs_slot_info in = {2, 0, NULL}, longer = {UINT32_MAX, 0, cells};
+    const char *text = "sinfos_out[0].capacity: 15, each stream has room for kv_size 16";
     state s = save(ctx, 0);
     kvs_state_reader *reader = reader_of(s, 1);
     BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, &out, NULL), text);
@@ -414,8 +414,11 @@ static void layouts_without_room_are_refused_before_anything_changes(void) {
     OK(plan(reader, view));
     OK(kvs_state_reader_rewind(reader));
     BAD_STATUS(kvs_state_reader_read_kv_cache(reader, &view, &out), text);
-    BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, &null, NULL), "sinfos_out");
+    BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, &null, NULL), "sinfos_out[0].idxs: NULL");
     BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, NULL, &in), "sinfos_in.idxs: NULL for 2 elements");
+    text = "sinfos_in[0].n: 4294967295, a stream has kv_size 16 cells";
+    BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, NULL, &longer), text);
+    BAD_STATUS(kvs_state_reader_plan_kv_cache(reader, &view, 0, NULL, &longer), text);
     CHECK(out.n == 7 && t.offset == 0);
     check_same(&before);
     kvs_state_reader_free(reader);
@@ -456,6 +459,14 @@ static void a_shared_view_writes_and_reads_nothing(void) {
     OK(kvs_kv_cache_state_read_sinfo(&view, &io, 0, 0, &out, NULL));
     CHECK(out.n == 0);
     check_same(&before);
+    // It needs neither calls nor tensors.
+    kvs_kv_view bare = kvs_kv_view_default();
+    bare.kv_size = N_CELL;
+    bare.n_layer = 1;
+    bare.shared = 1;
+    CHECK(equal(save_view(bare, 0), save_view(view, 0)));
+    bare.shared = 0;
+    BAD_STATUS(kvs_kv_cache_state_write(&bare, &io, 0, 0), "view.k: NULL for 1 elements");
     kvs_context_free(ctx);
 }
 
@@ -490,12 +501,14 @@ static void a_callback_that_is_missing_is_refused(void) {
     io = io_of(&t);
     io.write_tensor = NULL;
     BAD_STATUS(kvs_kv_cache_state_write(&view, &io, 0, 0), "io.write_tensor: NULL");
+    const cache before = c;
     io = io_of(&t);
     io.read = NULL;
     BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, NULL, NULL), "io.read: NULL");
     io = io_of(&t);
     io.read_tensor = NULL;
     BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, NULL, NULL), "io.read_tensor: NULL");
+    check_same(&before);
     kvs_context_free(ctx);
 }
 
@@ -595,12 +608,19 @@ static void a_view_that_makes_no_sense_is_refused_by_field(void) {
     REFUSED(c.k_plane.ggml_type = 999, "view.k[0].ggml_type: 999 is no type of ggml");
     REFUSED(c.k_plane.ggml_type = KVS_TYPE_Q8_0, "view.k[0].n_embd: 4, cells hold blocks of 32 elements of ");
     REFUSED(c.k_plane.n_embd = 0, "view.k[0].n_embd: 0, cells hold blocks of 1 elements of ");
-    REFUSED(c.k_plane.cell_stride = ROW - 1, "view.k[0].shape: ");
+    REFUSED(c.k_plane.cell_stride = ROW - 1, "view.k[0].shape: rows of 8 bytes 7 apart: 16 cells overlap");
+    REFUSED((c.v_plane.cell_stride = 1, c.v_plane.channel_stride = 32, view.v_trans = 1),
+            "view.v[0].shape: 4 channels of 2-byte elements, cells 1 and channels 32 apart: 16 cells overlap");
+    REFUSED(c.v_plane.reserved = 1, "view.v[0].reserved: 1, it is 0");
+    REFUSED(c.head = N_CELL + 1, "view.head[0]: 17, at most kv_size 16");
     REFUSED(view.k = NULL, "view.k: NULL for 1 elements");
-    REFUSED(view.kv_size = 0, "0 cells");
+    REFUSED(view.n_layer = UINT32_MAX, "view.n_layer: 4294967295, at most 65536");
+    REFUSED(view.kv_size = 0, "view.kv_size: 0, a stream has cells");
     REFUSED(view.n_stream = 2, "view.n_stream: 2 with n_seq_max 3, it is 1 or as many");
     REFUSED(view.n_stream = 0, "view.n_stream: 0 with n_seq_max 3, it is 1 or as many");
     REFUSED(view.n_seq_max = 257, "n_seq_max: 257 is out of range [1, 256]");
+    REFUSED(view.n_stream = view.n_seq_max = UINT32_MAX, "n_seq_max: 4294967295 is out of range [1, 256]");
+    REFUSED(view.legacy_rotation = 3, "legacy_rotation: 3 is no KVS_LEGACY_ROTATION_*");
     REFUSED(view.swa_type = 4, "view.swa_type: 4, it is 0 to 3");
     REFUSED(view.swa_type = KVS_SWA_TYPE_STANDARD, "view.n_swa: 0, a sliding window has a size");
     REFUSED(view.v_trans = 2, "view.v_trans: 2, it is 0 or 1");
@@ -683,7 +703,7 @@ static void a_tensor_that_cannot_be_written_fails_finish(void) {
     c.failing = "set";
     CALLBACK(kvs_state_reader_finish(reader), "set");
     c.failing = NULL;
-    OK(kvs_state_reader_finish(reader)); // nothing is left
+    BAD_STATUS(kvs_state_reader_finish(reader), "reader: its tensors could not all be copied: restart it to begin again");
     CHECK(c.n_set == 1);
     kvs_state_reader_free(reader);
     free(s.data);
@@ -965,7 +985,7 @@ static void an_on_device_state_of_a_writer_comes_back(void) {
     memset(c.k.data, 0, 5 * ROW);
     kvs_state_reader *reader = NULL;
     FAILS(kvs_state_reader_new_on_device(1, blob, size, 0, state_of_later, NULL, &reader), KVS_STATUS_NO_DEVICE_STATE,
-          KVS_STATUS_NO_DEVICE_STATE, "a later one has replaced it");
+          KVS_STATUS_NO_DEVICE_STATE, "a later one has replaced it, or it is of another context");
     FAILS(kvs_state_reader_new_on_device(1, blob, size, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY, state_of_blob, NULL, &reader),
           KVS_STATUS_NO_DEVICE_STATE, KVS_STATUS_NO_DEVICE_STATE, "other flags");
     BAD_STATUS(kvs_state_reader_new_on_device(-1, blob, size, 0, state_of_blob, NULL, &reader), "seq_id -1 is out of");
@@ -1011,6 +1031,289 @@ static void a_section_is_read_only_as_it_was_planned(void) {
     BAD_STATUS(plan(reader = reader_of(s, N_SEQ), view), "seq_id 3 is out of range [0, 3)");
     kvs_state_reader_free(reader);
     free(s.data);
+    kvs_context_free(ctx);
+}
+
+// A state of two sections, "a" and "b", both of view; the caller frees it.
+static state two_sections(kvs_kv_view view) {
+    kvs_state_writer *writer = NULL;
+    OK(kvs_state_writer_new(0, NULL, &writer));
+    OK(kvs_state_writer_write_kv_cache(writer, &view, 0));
+    OK(kvs_state_writer_write_kv_cache(writer, &view, 0));
+    state s = {NULL, kvs_state_writer_size(writer)};
+    s.data = malloc(s.size);
+    CHECK(s.data != NULL && kvs_state_writer_get_data(writer, s.data, s.size) == s.size);
+    kvs_state_writer_free(writer);
+    return s;
+}
+
+static void finish_fails_unless_all_that_was_planned_has_been_read(void) {
+    open_cache();
+    kvs_kv_view a = view_of(&c);
+    cache other = c;
+    other.k_plane.data = other.k.data;
+    other.v_plane.data = other.v.data;
+    kvs_kv_view b = view_of(&other);
+    a.name = "a";
+    b.name = "b";
+    state s = two_sections(a);
+
+    kvs_state_reader *reader = reader_of(s, 1);
+    char text[80];
+    snprintf(text, sizeof text, "reader: nothing was planned, and the state has %zu bytes", s.size - 8);
+    BAD_STATUS(kvs_state_reader_finish(reader), text);
+    OK(plan(reader, a));
+    OK(plan(reader, b));
+    BAD_STATUS(kvs_state_reader_finish(reader), "reader: section 1 of 2 was planned and not read (a)");
+    OK(kvs_state_reader_rewind(reader));
+    BAD_STATUS(kvs_state_reader_finish(reader), "reader: section 1 of 2 was planned and not read (a)");
+    OK(kvs_state_reader_read_kv_cache(reader, &a, NULL));
+    BAD_STATUS(kvs_state_reader_finish(reader), "reader: section 2 of 2 was planned and not read (b)");
+    OK(kvs_state_reader_read_kv_cache(reader, &b, NULL));
+    OK(kvs_state_reader_finish(reader));
+    CHECK(same_row(3, 0) && memcmp(other.k.data, c.k.data, PLANE) == 0);
+    kvs_state_reader_free(reader);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static void finish_fails_after_a_plan_or_a_read_that_failed(void) {
+    open_cache();
+    kvs_kv_view view = view_of(&c);
+    state s = save(ctx, 0);
+    kvs_state_reader *reader = reader_of(s, 1);
+    c.failing = "visit";
+    CALLBACK(plan(reader, view), "visit");
+    BAD_STATUS(kvs_state_reader_finish(reader), "reader: section kv could not be planned: restart it");
+    c.failing = NULL;
+    OK(plan(reader, view));
+    OK(kvs_state_reader_rewind(reader));
+    c.failing = "apply";
+    CALLBACK(kvs_state_reader_read_kv_cache(reader, &view, NULL), "apply");
+    c.failing = NULL;
+    const char *text = "reader: the cells of section kv could not be set: restart it to begin again";
+    BAD_STATUS(kvs_state_reader_finish(reader), text);
+    BAD_STATUS(kvs_state_reader_read_kv_cache(reader, &view, NULL), text);
+    OK(kvs_state_reader_restart(reader, false));
+    OK(plan(reader, view));
+    OK(kvs_state_reader_rewind(reader));
+    OK(kvs_state_reader_read_kv_cache(reader, &view, NULL));
+    OK(kvs_state_reader_finish(reader));
+    CHECK(holds(1, "...xx..xxx......") && same_row(3, 0));
+    kvs_state_reader_free(reader);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static void a_state_without_attention_sections_is_finished_without_a_plan(void) {
+    open_cache();
+    uint8_t bytes[STATE];
+    const size_t empty = kvs_state_seq_get_data_ext(ctx, bytes, sizeof bytes, 0, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    kvs_state_reader *reader = reader_of((state){bytes, empty}, 1);
+    CHECK(empty == 8);
+    OK(kvs_state_reader_finish(reader));
+    kvs_state_reader_free(reader);
+
+    tensor own = {"0123456789abcdef"};
+    kvs_state_writer *writer = NULL;
+    OK(kvs_state_writer_new(0, NULL, &writer));
+    OK(kvs_state_writer_write(writer, "meta", 4));
+    OK(kvs_state_writer_write_tensor(writer, NULL, own.data, 10, 6));
+    const size_t size = kvs_state_writer_get_data(writer, bytes, sizeof bytes);
+    kvs_state_writer_free(writer);
+    reader = reader_of((state){bytes, size}, 1);
+    char meta[5] = "";
+    OK(kvs_state_reader_read(reader, meta, 4));
+    OK(kvs_state_reader_rewind(reader));
+    OK(kvs_state_reader_read(reader, meta, 4));
+    OK(kvs_state_reader_read_tensor(reader, NULL, own.data, 0, 6));
+    OK(kvs_state_reader_finish(reader));
+    CHECK(strcmp(meta, "meta") == 0 && memcmp(own.data, "abcdef6789abcdef", 16) == 0);
+    kvs_state_reader_free(reader);
+    kvs_context_free(ctx);
+}
+
+static void planning_ends_and_tensors_are_read_with_the_rewind(void) {
+    open_cache();
+    kvs_kv_view view = view_of(&c);
+    state s = save(ctx, 0);
+    kvs_state_reader *reader = reader_of(s, 1);
+    BAD_STATUS(kvs_state_reader_read_tensor(reader, NULL, c.k.data, 0, 4), "reader: tensors are read after the rewind");
+    CHECK(kvs_state_reader_offset(reader) == 8);
+    OK(kvs_state_reader_rewind(reader));
+    BAD_STATUS(plan(reader, view), "reader: it was rewound to be read: restart it to plan again");
+    OK(kvs_state_reader_restart(reader, false));
+    OK(plan(reader, view));
+    kvs_state_reader_free(reader);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static void bytes_of_a_tensor_that_wrap_around_are_refused(void) {
+    open_cache();
+    state s = save(ctx, 0);
+    const uint64_t wraps = UINT64_MAX - 5, beyond = UINT64_MAX - (uintptr_t)c.k.data;
+    kvs_state_writer *writer = NULL;
+    kvs_state_reader *reader = NULL;
+    OK(kvs_state_writer_new(0, &c.access, &writer));
+    OK(kvs_state_reader_new(1, s.data, s.size, &c.access, &reader));
+    OK(kvs_state_reader_rewind(reader));
+    const char *text = "offset: 18446744073709551610, with n 8 the end overflows";
+    BAD_STATUS(kvs_state_writer_write_tensor(writer, &c.k, c.k.data, wraps, 8), text);
+    BAD_STATUS(kvs_state_writer_write_tensor(writer, &c.k, NULL, wraps, 8), text);
+    BAD_STATUS(kvs_state_reader_read_tensor(reader, &c.k, c.k.data, wraps, 8), text);
+    BAD_STATUS(kvs_state_reader_read_tensor(reader, &c.k, NULL, wraps, 8), text);
+    BAD_STATUS(kvs_state_writer_write_tensor(writer, &c.k, c.k.data, beyond, 1), "with n 1 the end of the tensor at ");
+    BAD_STATUS(kvs_state_reader_read_tensor(reader, &c.k, c.k.data, beyond, 1), "with n 1 the end of the tensor at ");
+    CHECK(kvs_state_writer_size(writer) == 8 && kvs_state_reader_offset(reader) == 8);
+
+    // Nor is there a state of more bytes than memory or a file can have.
+    const uint64_t quarter = (uint64_t)1 << 62;
+    OK(kvs_state_writer_write_tensor(writer, &c.k, NULL, 0, quarter));
+    FAILS(kvs_state_writer_write_tensor(writer, &c.k, NULL, 0, quarter), KVS_STATUS_OUT_OF_MEMORY, KVS_STATUS_OUT_OF_MEMORY,
+          "a state needs 9223372036854775808 bytes");
+    FAILS(kvs_state_writer_write(writer, c.k.data, SIZE_MAX / 2), KVS_STATUS_OUT_OF_MEMORY, KVS_STATUS_OUT_OF_MEMORY,
+          "the metadata of a state needs 9223372036854775807 bytes");
+    CHECK(kvs_state_writer_size(writer) == quarter + 8);
+    kvs_state_writer_free(writer);
+    kvs_state_reader_free(reader);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static kvs_state_reader *used_by_apply;
+
+static int apply_that_uses_the_reader(void *user, uint32_t stream, kvs_seq_id seq, uint32_t n, const kvs_cell *cells) {
+    const char *text = "reader: in use by the call whose callback made this one";
+    BAD_STATUS(kvs_state_reader_finish(used_by_apply), text);
+    BAD_STATUS(kvs_state_reader_rewind(used_by_apply), text);
+    FAILS_VOID(kvs_state_reader_free(used_by_apply), KVS_STATUS_INVALID_ARGUMENT, text);
+    return apply(user, stream, seq, n, cells);
+}
+
+static void a_callback_that_uses_its_reader_is_refused(void) {
+    open_cache();
+    kvs_kv_view view = view_of(&c);
+    view.apply = apply_that_uses_the_reader;
+    state s = save(ctx, 0);
+    kvs_state_reader *reader = used_by_apply = reader_of(s, 1);
+    OK(plan(reader, view));
+    OK(kvs_state_reader_rewind(reader));
+    OK(kvs_state_reader_read_kv_cache(reader, &view, NULL));
+    OK(kvs_state_reader_finish(reader));
+    CHECK(holds(1, "...xx..xxx......") && same_row(3, 0));
+    kvs_state_reader_free(reader);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static void a_plan_is_stale_once_its_cells_are_taken(void) {
+    open_cache();
+    kvs_kv_view view = view_of(&c);
+    state s = save(ctx, 0);
+    // Cell 7 is planned for sequence 1, then sequence 2 takes it.
+    kvs_state_reader *reader = reader_of(s, 1), *second = reader_of(s, 2);
+    OK(plan(reader, view));
+    OK(plan(second, view));
+    OK(kvs_state_reader_rewind(reader));
+    OK(kvs_state_reader_rewind(second));
+    c.pos[7] = 0;
+    c.seqs[7] = 4;
+    const cache before = c;
+    FAILS(kvs_state_reader_read_kv_cache(reader, &view, NULL), KVS_STATUS_STALE, KVS_STATUS_STALE,
+          "cell 7 is held by another sequence since the state was planned: plan again (section kv, stream 0)");
+    check_same(&before);
+    BAD_STATUS(kvs_state_reader_finish(reader), "section 1 of 1 was planned and not read");
+    // Its own cells are replaced, so that is no obstacle.
+    OK(kvs_state_reader_read_kv_cache(second, &view, NULL));
+    OK(kvs_state_reader_finish(second));
+    CHECK(holds(2, ".......xxxxx....") && same_row(7, 0));
+    kvs_state_reader_free(reader);
+    kvs_state_reader_free(second);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static void a_section_is_read_into_the_cache_that_it_was_planned_for(void) {
+    open_cache();
+    kvs_kv_view view = view_of(&c);
+    cache twin = c;
+    twin.k_plane.tensor = &twin.k;
+    twin.k_plane.data = twin.k.data;
+    twin.v_plane.data = twin.v.data;
+    kvs_kv_view other = view_of(&twin);
+    const cache before = c;
+    state s = save(ctx, 0);
+    kvs_state_reader *reader = reader_of(s, 1);
+    OK(plan(reader, view));
+    OK(kvs_state_reader_rewind(reader));
+    BAD_STATUS(kvs_state_reader_read_kv_cache(reader, &other, NULL), "view: section kv was planned for another cache: a tensor ");
+    check_same(&before);
+    OK(kvs_state_reader_read_kv_cache(reader, &view, NULL));
+    OK(kvs_state_reader_finish(reader));
+    kvs_state_reader_free(reader);
+
+    // So far as they lie behind calls, by their handles.
+    view = remote_view_of(&c);
+    twin.v_plane.tensor = &twin.v;
+    other = remote_view_of(&twin);
+    reader = reader_of(s, 1);
+    OK(plan(reader, view));
+    OK(kvs_state_reader_rewind(reader));
+    BAD_STATUS(kvs_state_reader_read_kv_cache(reader, &other, NULL), "view: section kv was planned for another cache: a tensor ");
+    CHECK(twin.n_apply == 0);
+    kvs_state_reader_free(reader);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static void a_view_that_was_planned_and_is_then_shared_is_refused(void) {
+    open_cache();
+    kvs_kv_view view = view_of(&c);
+    view.n_layer = 0;
+    state s = save_view(view, 0);
+    kvs_state_reader *reader = reader_of(s, 1);
+    OK(plan(reader, view));
+    OK(kvs_state_reader_rewind(reader));
+    view.shared = 1;
+    BAD_STATUS(kvs_state_reader_read_kv_cache(reader, &view, NULL), "view.shared: 1, section kv was planned with 0");
+    CHECK(c.n_apply == 0);
+    kvs_state_reader_free(reader);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static void a_file_that_does_not_record_rotation_needs_to_be_told(void) {
+    open_cache();
+    kvs_kv_view view = view_of(&c);
+    view.n_rot_k = 64;
+    kvs_state_writer *writer = NULL;
+    OK(kvs_state_writer_new(0, NULL, &writer));
+    OK(kvs_state_writer_write_kv_cache(writer, &view, 0));
+    const size_t size = kvs_state_writer_save_file(writer, "rotated", NULL, 0, false);
+    kvs_state_writer_free(writer);
+    // Version 3 has no n_rot_k and n_rot_v, which stand behind the 5 cells, v_trans and n_layer.
+    uint8_t bytes[STATE];
+    CHECK(file_bytes("rotated", bytes) == size && bytes[4] == 4 && bytes[12 + 8 + 5 * 12 + 8] == 64);
+    bytes[4] = 3;
+    uint8_t *rot = bytes + 12 + 8 + 5 * 12 + 8;
+    memmove(rot, rot + 8, size - 8 - (size_t)(rot - bytes));
+    FILE *file = fopen("rotated", "wb");
+    CHECK(file != NULL && fwrite(bytes, 1, size - 8, file) == size - 8 && fclose(file) == 0);
+
+    kvs_state_reader *reader = NULL;
+    OK(kvs_state_reader_open_file(1, "rotated", 0, NULL, &reader));
+    FAILS(plan(reader, view), KVS_STATUS_ROTATION_UNSTATED, KVS_STATUS_ROTATION_UNSTATED, "set legacy_rotation");
+    view.legacy_rotation = KVS_LEGACY_ROTATION_PLAIN;
+    FAILS(plan(reader, view), KVS_STATUS_MISMATCH, KVS_STATUS_MISMATCH, "incompatible key rotation");
+    view.legacy_rotation = KVS_LEGACY_ROTATION_ROTATED;
+    OK(plan(reader, view));
+    CHECK(kvs_state_reader_left(reader) == 0);
+    // A caller from before the field says nothing.
+    OK(kvs_state_reader_restart(reader, false));
+    view.struct_size = offsetof(kvs_kv_view, legacy_rotation);
+    FAILS(plan(reader, view), KVS_STATUS_ROTATION_UNSTATED, KVS_STATUS_ROTATION_UNSTATED, "set legacy_rotation");
+    kvs_state_reader_free(reader);
     kvs_context_free(ctx);
 }
 
@@ -1133,5 +1436,15 @@ MAIN(CASE(init_writes_defaults_and_checks_the_size), CASE(structs_of_another_siz
      CASE(a_legacy_partial_state_is_dropped_after_a_restart), CASE(an_on_device_state_without_its_tensors_is_planned_and_not_read),
      CASE(an_on_device_state_of_a_writer_comes_back),
      CASE(a_section_is_read_only_as_it_was_planned),
+     CASE(finish_fails_unless_all_that_was_planned_has_been_read),
+     CASE(finish_fails_after_a_plan_or_a_read_that_failed),
+     CASE(a_state_without_attention_sections_is_finished_without_a_plan),
+     CASE(planning_ends_and_tensors_are_read_with_the_rewind),
+     CASE(bytes_of_a_tensor_that_wrap_around_are_refused),
+     CASE(a_callback_that_uses_its_reader_is_refused),
+     CASE(a_plan_is_stale_once_its_cells_are_taken),
+     CASE(a_section_is_read_into_the_cache_that_it_was_planned_for),
+     CASE(a_view_that_was_planned_and_is_then_shared_is_refused),
+     CASE(a_file_that_does_not_record_rotation_needs_to_be_told),
      CASE(a_reader_that_is_freed_before_finish_leaves_the_tensors_alone),
      CASE(a_null_handle_or_one_of_another_kind_fails_every_call), CASE(a_null_argument_fails_every_call))
