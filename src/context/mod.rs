@@ -114,7 +114,7 @@ pub struct Context {
     legacy_rotation: Option<LegacyRotation>,
     max_masked_cells: Option<u32>,
     pub(crate) sync_files: bool,
-    pub(crate) threads: Threads,
+    threads: Threads,
     pub(crate) progress: Option<ProgressCallback>,
     /// The one live `ON_DEVICE` state of each sequence.
     device_states: HashMap<SeqId, DeviceState>,

@@ -131,7 +131,7 @@ impl<'a> StateWriter<'a> {
         record.write(&FileHeader { kind, version: StateVersion::CURRENT, n_tokens }.to_bytes())?;
         record.write(&token_bytes(tokens))?;
         self.record.replay(&mut record)?;
-        super::replace_file(path, &record, sync, self.threads, self.progress.as_mut())
+        super::replace_file(path, &record, sync, self.progress.as_mut())
     }
 
     fn blob_header(&self) -> Vec<u8> {

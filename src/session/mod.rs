@@ -14,7 +14,7 @@ use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{FileHeader, FileKind, StateVersion, token_bytes};
 use crate::state::{Input, RecordSink, Sink, write_file};
-use crate::storage::{ProgressCallback, Threads};
+use crate::storage::ProgressCallback;
 use crate::types::{Seq, SeqId, Token};
 
 pub use compose::{StateReader, StateWriter};
@@ -87,7 +87,7 @@ impl Context {
         let mut progress = self.progress.take();
         let saved = self
             .record_file(FileHeader { kind, version: StateVersion::CURRENT, n_tokens }, tokens, seq)
-            .and_then(|record| replace_file(path, &record, self.sync_files, self.threads, progress.as_mut()));
+            .and_then(|record| replace_file(path, &record, self.sync_files, progress.as_mut()));
         self.progress = progress;
         saved
     }
@@ -144,12 +144,11 @@ fn replace_file(
     path: &Path,
     record: &RecordSink<'_>,
     sync: bool,
-    threads: Threads,
     progress: Option<&mut ProgressCallback>,
 ) -> Result<u64> {
     let mut file = Replacement::create(path)?;
     file.reserve(record.bytes())?;
-    write_file(record, file.writer(), threads, progress).map_err(|error| with_path(error, path))?;
+    write_file(record, file.writer(), progress).map_err(|error| with_path(error, path))?;
     file.commit(sync)?;
     Ok(record.bytes())
 }

@@ -150,13 +150,6 @@ impl<'a> RecordSink<'a> {
         self.bytes
     }
 
-    /// Bytes of tensors that do not lie in memory as they do in the state.
-    #[must_use]
-    pub fn scattered_bytes(&self) -> u64 {
-        let regions = self.regions.iter().map(|(_, region)| region);
-        regions.filter(|region| region.as_contiguous().is_none()).map(Region::bytes).sum()
-    }
-
     /// Gives everything to `sink`, in order.
     ///
     /// # Errors
