@@ -242,6 +242,26 @@ typedef struct kvs_context_params {
     uint32_t reserved;
 } kvs_context_params;
 
+// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes. done never
+// decreases, and is total once, at the end. Returns 0 to go on; anything else cancels, and the call fails with
+// KVS_STATUS_CANCELLED. It must not call the library with the same handle, and must not throw or unwind.
+typedef int32_t (*kvs_progress_callback)(void *user_data, uint64_t done, uint64_t total);
+
+// How bytes are moved. Fill with kvs_transfer_params_init first.
+typedef struct kvs_transfer_params {
+    // sizeof(kvs_transfer_params), set by the init call.
+    size_t struct_size;
+    // Threads that copy, the caller's included, but for files that are saved, which one thread writes; 0 (by default): the cores, at most 4. A small state takes fewer, and
+    // tensors that are reached through callbacks take one.
+    uint32_t n_threads;
+    // 0.
+    uint32_t reserved;
+    // Called while a file is saved or loaded; NULL: nobody is.
+    kvs_progress_callback progress;
+    // For progress.
+    void *progress_user_data;
+} kvs_transfer_params;
+
 // The memory of a context; lives as long as the context does.
 typedef struct kvs_memory *kvs_memory_t;
 
@@ -531,6 +551,9 @@ kvs_status kvs_section_params_init(struct kvs_section_params *params, size_t str
 // Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_context_params_init(struct kvs_context_params *params, size_t struct_size);
 
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_transfer_params_init(struct kvs_transfer_params *params, size_t struct_size);
+
 // Creates a context; params and everything it points to (but not adopted memory) may go afterwards. *ctx_out
 // is written only on success. Free it with kvs_context_free.
 kvs_status kvs_context_new(const struct kvs_context_params *params, struct kvs_context **ctx_out);
@@ -543,6 +566,14 @@ uint32_t kvs_n_stream(const struct kvs_context *ctx);
 
 // States what files older than version 4 leave open: KVS_LEGACY_ROTATION_*.
 kvs_status kvs_set_legacy_rotation(struct kvs_context *ctx, uint32_t rotation);
+
+// Says how the context moves bytes from now on.
+//
+// A save that is cancelled leaves the file that was there. A load that is cancelled leaves the context as it was:
+// where it has to overwrite cells that are in use, progress is called while the file is brought into memory, before the
+// first change, and no more after that.
+kvs_status kvs_set_transfer(struct kvs_context *ctx,
+                            const struct kvs_transfer_params *params);
 
 // Cells of an SWA section as llama.cpp sizes it: the windows of the sequences of one stream and a ubatch, at
 // most kv_size, padded to 256.
@@ -614,7 +645,7 @@ size_t kvs_state_set_data(struct kvs_context *ctx, const uint8_t *src, size_t si
 
 // Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
 // n_token_capacity of them; n_token_count_out may be NULL. False: failed, nothing has changed and nothing was
-// written.
+// written. A file that is truncated meanwhile: as for kvs_state_seq_load_file.
 bool kvs_state_load_file(struct kvs_context *ctx,
                          const char *path_session,
                          kvs_token *tokens_out,
@@ -655,7 +686,11 @@ size_t kvs_state_seq_save_file(struct kvs_context *ctx,
 // n_token_count_out may be NULL. Returns the offset behind the state, where appendices begin. 0: failed,
 // nothing has changed and nothing was written. With tokens_out NULL only the token count is reported, checked
 // against the size of the file, and no state is loaded; 12 is returned, the size of the header before the
-// tokens. The file is mapped, not read: do not truncate it in place meanwhile (a save of kvstate never does).
+// tokens.
+//
+// A file that is truncated while it is loaded is an error (a save of kvstate never truncates one). The state goes into
+// free cells, or else over cells that are in use, once the file has been read into memory: only if it cannot be read
+// again then, dest_seq_id is empty after the failure.
 size_t kvs_state_seq_load_file(struct kvs_context *ctx,
                                const char *filepath,
                                kvs_seq_id dest_seq_id,
@@ -804,6 +839,11 @@ kvs_status kvs_state_writer_new(kvs_seq_id seq_id,
 // Frees a writer; NULL is fine.
 void kvs_state_writer_free(struct kvs_state_writer *writer);
 
+// Says how the writer moves bytes: n_threads in kvs_state_writer_get_data and _get_on_device too, progress in
+// kvs_state_writer_save_file alone, where a save that is cancelled leaves the file that was there.
+kvs_status kvs_state_writer_set_transfer(struct kvs_state_writer *writer,
+                                         const struct kvs_transfer_params *params);
+
 // Metadata of a section of the caller's.
 kvs_status kvs_state_writer_write(struct kvs_state_writer *writer, const void *src, size_t size);
 
@@ -865,7 +905,8 @@ kvs_status kvs_state_reader_new(kvs_seq_id seq_id,
                                 struct kvs_state_reader **reader_out);
 
 // Begins to read the state in a file of at most n_token_capacity tokens (sequence files 2 to 4, with seq_id -1
-// whole-context files 9 to 11). The file is mapped, not read: do not truncate it in place meanwhile.
+// whole-context files 9 to 11). Its tensors are read in kvs_state_reader_finish: a file that is truncated before is an
+// error there (a save of kvstate never truncates).
 kvs_status kvs_state_reader_open_file(kvs_seq_id seq_id,
                                       const char *filepath,
                                       size_t n_token_capacity,
@@ -885,6 +926,11 @@ kvs_status kvs_state_reader_new_on_device(kvs_seq_id seq_id,
                                           struct kvs_device_state *state,
                                           const struct kvs_tensor_access *access,
                                           struct kvs_state_reader **reader_out);
+
+// Says how the reader moves bytes: n_threads in kvs_state_reader_finish. progress is not called: by then the cells are
+// the state's, and their data has to follow.
+kvs_status kvs_state_reader_set_transfer(struct kvs_state_reader *reader,
+                                         const struct kvs_transfer_params *params);
 
 // Bytes of the tensors planned so far, of a reader of kvs_state_reader_new_on_device; otherwise 0.
 uint64_t kvs_state_reader_tensor_bytes(struct kvs_state_reader *reader);
@@ -989,6 +1035,13 @@ static inline kvs_section_params kvs_section_default_params(void) {
 static inline kvs_context_params kvs_context_default_params(void) {
     kvs_context_params params;
     kvs_context_params_init(&params, sizeof params);
+    return params;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_transfer_params kvs_transfer_default_params(void) {
+    kvs_transfer_params params;
+    kvs_transfer_params_init(&params, sizeof params);
     return params;
 }
 

@@ -335,6 +335,15 @@ c_tests! { engine:
     a_callback_and_a_promise_of_the_engine_exclude_each_other,
 }
 
+c_tests! { transfer:
+    a_save_and_a_load_report_until_their_end,
+    a_cancelled_save_leaves_the_old_file,
+    a_cancelled_load_leaves_the_context,
+    a_writer_reports_and_can_be_cancelled,
+    a_reader_takes_threads_and_reports_nothing,
+    what_is_reserved_is_zero,
+}
+
 c_tests! { view:
     init_writes_defaults_and_checks_the_size,
     structs_of_another_size_are_refused,

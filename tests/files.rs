@@ -2,14 +2,19 @@
 #![allow(missing_docs, reason = "a test")]
 
 use std::fs;
+use std::io::{self, Write};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvstate::context::{Shift, UbatchToken};
 use kvstate::format::GgmlType;
 use kvstate::memory::{KvParams, LayerParams, TensorParams};
 use kvstate::session::{seq_file_token_count, seq_file_tokens};
+use kvstate::state::{RecordSink, Sink, write_file};
+use kvstate::storage::{CellMap, Plane, PlaneShape, Progress, ProgressCallback, Region, Threads};
 use kvstate::types::{CellExt, StateFlags};
 use kvstate::{Context, ContextParams, Error, Status};
 use tempfile::TempDir;
@@ -307,7 +312,10 @@ fn full_disk_child() {
     fs::write(dir.join("ballast"), vec![0; 200 << 10]).unwrap();
     let error = context(250).state_seq_save_file(&path, 0, &[]).unwrap_err();
     assert_eq!(error.status(), Status::Io);
-    assert!(error.to_string().starts_with("write ") && error.to_string().contains("slot.bin"), "{error}");
+    assert!(
+        error.to_string().starts_with("reserve room for ") && error.to_string().contains("slot.bin"),
+        "{error}"
+    );
     assert_eq!(fs::read(&path).unwrap(), old);
     assert_eq!(names(&dir), ["ballast", "slot.bin"]);
     println!("named and intact");
@@ -364,4 +372,259 @@ fn an_unsynced_file_has_the_same_bytes_and_replaces_the_old_one_whole() {
     assert_eq!(context.state_seq_save_file(&path, 0, &[7, 8, 9, -1]).unwrap(), size);
     assert_eq!(fs::read(&path).unwrap(), synced);
     assert_eq!(names(dir.path()), ["slot.bin"]);
+}
+
+// Large files: in chunks, on threads, reported, cancelled
+
+/// Bytes of a row of [`large`], which has two layers of them in K and two in V.
+const ROW: usize = 2048;
+/// Positions of each sequence of [`large`].
+const N_POS: i32 = 768;
+
+/// Sequences 0 and 1 in turn in all cells, 6 MiB each.
+fn large(threads: usize) -> Context {
+    let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 1024 };
+    let kv = KvParams::new(2 * N_POS.unsigned_abs(), 2, LayerParams { k: tensor, v: Some(tensor) });
+    let params = ContextParams::new(3, vec![kv.into()]);
+    let mut context =
+        Context::new(ContextParams { sync_files: false, threads: Threads::new(threads), ..params }).unwrap();
+    let token = |i: i32| UbatchToken {
+        pos: i / 2,
+        ext: CellExt::default(),
+        seq_ids: if i % 2 == 0 { &[0] } else { &[1] },
+    };
+    let slot = context.prepare(&(0..2 * N_POS).map(token).collect::<Vec<_>>()).unwrap();
+    context.commit(&slot).unwrap();
+    for (seq_id, of_seq) in [(0, 0), (1, 0x40)] {
+        let mut state = sequence(&mut context, seq_id);
+        // Tensors lie behind each other, 12 bytes of type and row size before each; every row is another.
+        let (mut end, tensor) = (state.len(), ROW * N_POS as usize);
+        for salt in 0..4_u8 {
+            let bytes = &mut state[end - tensor..end];
+            for (i, row) in (0_u8..=250).cycle().zip(bytes.chunks_exact_mut(ROW)) {
+                row.fill(i ^ salt ^ of_seq);
+            }
+            end -= tensor + 12;
+        }
+        context.state_seq_set_data(&state, seq_id, NONE).unwrap();
+    }
+    context
+}
+
+fn sequence(context: &mut Context, seq_id: i32) -> Vec<u8> {
+    let mut state = vec![0; usize::try_from(context.state_seq_get_size(seq_id, NONE).unwrap()).unwrap()];
+    context.state_seq_get_data(&mut state, seq_id, NONE).unwrap();
+    state
+}
+
+/// Where the reports of the context's next transfer go. `each` gets the number of the report, from 0.
+fn reports(
+    context: &mut Context,
+    mut each: impl FnMut(usize, Progress) -> ControlFlow<()> + Send + 'static,
+) -> Arc<Mutex<Vec<Progress>>> {
+    let reports = Arc::new(Mutex::new(Vec::new()));
+    let sent = Arc::clone(&reports);
+    context.set_progress(Some(ProgressCallback::new(move |progress| {
+        let mut sent = sent.lock().unwrap();
+        sent.push(progress);
+        each(sent.len() - 1, progress)
+    })));
+    reports
+}
+
+/// The reports of what `transfer` does, which runs to its end.
+fn reports_of(context: &mut Context, transfer: impl FnOnce(&mut Context)) -> Vec<Progress> {
+    let reports = reports(context, |_, _| ControlFlow::Continue(()));
+    transfer(context);
+    context.set_progress(None);
+    Arc::into_inner(reports).unwrap().into_inner().unwrap()
+}
+
+/// Cancels `transfer` at the first report, at one in the middle and at the last.
+fn cancelled(
+    context: &mut Context,
+    mut transfer: impl FnMut(&mut Context) -> Result<(), Error>,
+    mut check: impl FnMut(&mut Context),
+) {
+    for part in [0, 1, 2] {
+        reports(context, move |i, Progress { done, total }| {
+            let now = [i == 0, done * 2 >= total, done == total][part];
+            if now { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        });
+        let error = transfer(context).unwrap_err();
+        assert_eq!(error.status(), Status::Cancelled, "{error}");
+        context.set_progress(None);
+        check(context);
+    }
+}
+
+fn assert_reports_end_once(reports: &[Progress], at_least: usize) {
+    assert!(reports.len() >= at_least, "{reports:?}");
+    assert!(reports.windows(2).all(|pair| pair[0].done <= pair[1].done), "{reports:?}");
+    let total = reports[0].total;
+    assert!(reports.iter().all(|report| report.total == total), "{reports:?}");
+    assert_eq!(reports.iter().filter(|report| report.done == total).count(), 1, "{reports:?}");
+}
+
+/// A folder with the file of sequence 0 of [`large`].
+fn large_saved() -> (TempDir, PathBuf, Context) {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("slot.bin");
+    let mut context = large(1);
+    context.state_seq_save_file(&path, 0, &[5]).unwrap();
+    (dir, path, context)
+}
+
+#[test]
+fn a_file_of_scattered_rows_has_the_bytes_of_the_state() {
+    let (_dir, path, mut context) = large_saved();
+    assert!(fs::read(&path).unwrap()[16..] == sequence(&mut context, 0)[8..]);
+}
+
+#[test]
+fn a_file_of_unbroken_tensors_has_the_bytes_of_the_state() {
+    let (_dir, path, mut context) = large_saved();
+    // The only sequence of a cache that it fills: all of a tensor is written from where it lies.
+    let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 1024 };
+    let kv = KvParams::new(N_POS.unsigned_abs(), 2, LayerParams { k: tensor, v: Some(tensor) });
+    let mut dense = Context::new(ContextParams::new(1, vec![kv.into()])).unwrap();
+    let state = sequence(&mut context, 0);
+    dense.state_seq_set_data(&state, 0, NONE).unwrap();
+    dense.state_seq_save_file(&path, 0, &[5]).unwrap();
+    assert!(fs::read(&path).unwrap()[16..] == state[8..]);
+}
+
+#[test]
+fn a_save_reports_its_bytes_and_the_end_once() {
+    let dir = tempfile::tempdir().unwrap();
+    for threads in [1, 2] {
+        let path = dir.path().join("slot.bin");
+        let reports = reports_of(&mut large(threads), |context| {
+            context.state_seq_save_file(&path, 0, &[]).unwrap();
+        });
+        assert_reports_end_once(&reports, 4);
+        assert_eq!(reports[0].total, fs::metadata(&path).unwrap().len());
+    }
+}
+
+#[test]
+fn a_cancelled_save_leaves_the_old_file_and_nothing_beside_it() {
+    let (dir, path, _) = large_saved();
+    let old = fs::read(&path).unwrap();
+    for threads in [1, 2] {
+        let mut context = large(threads);
+        cancelled(
+            &mut context,
+            |context| context.state_seq_save_file(&path, 1, &[6]).map(drop),
+            |_| {
+                assert!(fs::read(&path).unwrap() == old);
+                assert_eq!(names(dir.path()), ["slot.bin"]);
+            },
+        );
+    }
+}
+
+#[test]
+fn a_load_reports_the_end_once_wherever_it_goes() {
+    let (_dir, path, _) = large_saved();
+    for threads in [1, 2] {
+        let mut context = large(threads);
+        // Over the cells of sequence 1; then beside it.
+        let over =
+            reports_of(&mut context, |context| drop(context.state_seq_load_file(&path, 1, 1).unwrap()));
+        assert_reports_end_once(&over, 4);
+        assert_eq!(over[0].total, fs::metadata(&path).unwrap().len() - 16);
+        context.seq_rm(1, -1, -1).unwrap();
+        let beside =
+            reports_of(&mut context, |context| drop(context.state_seq_load_file(&path, 2, 1).unwrap()));
+        assert_reports_end_once(&beside, 1);
+        // Cells name their sequence; the tensors behind them are the same.
+        let tensors = 4 * ROW * N_POS as usize;
+        let (file, state) = (fs::read(&path).unwrap(), sequence(&mut context, 2));
+        assert!(state[state.len() - tensors..] == file[file.len() - tensors..], "{threads} threads");
+    }
+}
+
+#[test]
+fn a_cancelled_load_leaves_the_cache_as_it_was() {
+    let (_dir, path, _) = large_saved();
+    for (threads, dest) in [(1, 1), (1, 2), (2, 1), (2, 2)] {
+        let mut context = large(threads);
+        if dest == 2 {
+            context.seq_rm(1, -1, -1).unwrap();
+        }
+        let before = whole(&mut context);
+        cancelled(
+            &mut context,
+            |context| context.state_seq_load_file(&path, dest, 1).map(drop),
+            |context| assert!(whole(context) == before, "{threads} threads, sequence {dest}"),
+        );
+    }
+}
+
+/// Loads a file that is cut in the middle as soon as `when` is true; returns the cache before and after.
+fn truncated_in_mid_load(dest: i32, when: fn(Progress) -> bool) -> (Vec<u8>, Context) {
+    let (_dir, path, mut context) = large_saved();
+    if dest == 2 {
+        context.seq_rm(1, -1, -1).unwrap();
+    }
+    let before = whole(&mut context);
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    reports(&mut context, move |_, progress| {
+        if when(progress) {
+            file.set_len(3 << 20).unwrap();
+        }
+        ControlFlow::Continue(())
+    });
+    let error = context.state_seq_load_file(&path, dest, 1).unwrap_err();
+    assert_eq!(error.status(), Status::Io);
+    assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+    context.set_progress(None);
+    (before, context)
+}
+
+#[test]
+fn a_file_truncated_in_mid_load_is_an_error_and_the_cache_is_as_it_was() {
+    for dest in [1, 2] {
+        let (before, mut context) = truncated_in_mid_load(dest, |_| true);
+        assert!(whole(&mut context) == before, "sequence {dest}");
+    }
+}
+
+#[test]
+fn a_file_truncated_when_cells_are_overwritten_leaves_the_destination_empty() {
+    let (_, mut context) = truncated_in_mid_load(1, |progress| progress.done == progress.total);
+    assert_eq!((context.seq_pos_max(0).unwrap(), context.seq_pos_max(1).unwrap()), (N_POS - 1, -1));
+    assert!(sequence(&mut context, 0) == sequence(&mut large(1), 0));
+}
+
+/// Takes so many bytes.
+struct Narrow(usize);
+
+impl Write for Narrow {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let n = bytes.len().min(self.0);
+        self.0 -= n;
+        if n > 0 { Ok(n) } else { Err(io::Error::other("no more room")) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_failed_write_is_the_error_wherever_it_is() {
+    const N_CELLS: u32 = 8192;
+    // Gaps between the rows: all of it is gathered.
+    let shape = PlaneShape::Rows { row_size: 1024, cell_stride: 2048 };
+    let planes = Plane::allocate(&[shape], N_CELLS).unwrap();
+    let mut record = RecordSink::default();
+    let map = Arc::new(CellMap::of_run(0, N_CELLS).unwrap());
+    record.write_tensor(Region::new(&planes[0], &map).unwrap()).unwrap();
+    for room in [0, 1 << 20, (8 << 20) - 1] {
+        let error = write_file(&record, &mut Narrow(room), None).unwrap_err();
+        assert_eq!(error.to_string(), "write : no more room", "{room} bytes");
+    }
+    write_file(&record, &mut Narrow(8 << 20), None).unwrap();
 }

@@ -61,7 +61,7 @@ pub unsafe extern "C" fn kvs_state_set_data(ctx: *mut kvs_context, src: *const u
 
 /// Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
 /// n_token_capacity of them; n_token_count_out may be NULL. False: failed, nothing has changed and nothing was
-/// written.
+/// written. A file that is truncated meanwhile: as for kvs_state_seq_load_file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_load_file(
     ctx: *mut kvs_context,
@@ -155,7 +155,11 @@ pub unsafe extern "C" fn kvs_state_seq_save_file(
 /// n_token_count_out may be NULL. Returns the offset behind the state, where appendices begin. 0: failed,
 /// nothing has changed and nothing was written. With tokens_out NULL only the token count is reported, checked
 /// against the size of the file, and no state is loaded; 12 is returned, the size of the header before the
-/// tokens. The file is mapped, not read: do not truncate it in place meanwhile (a save of kvstate never does).
+/// tokens.
+///
+/// A file that is truncated while it is loaded is an error (a save of kvstate never truncates one). The state goes into
+/// free cells, or else over cells that are in use, once the file has been read into memory: only if it cannot be read
+/// again then, dest_seq_id is empty after the failure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_load_file(
     ctx: *mut kvs_context,

@@ -3,6 +3,7 @@
 use std::ffi::{c_char, c_void};
 use std::rc::Rc;
 
+use super::context::{kvs_transfer_params, transfer};
 use super::handle::{Tagged, array, array_mut, free_tagged, into_tagged, out, path, with_tagged};
 use super::params;
 use super::state::{flags_of, size_of_state};
@@ -100,6 +101,24 @@ pub unsafe extern "C" fn kvs_state_writer_new(
 pub unsafe extern "C" fn kvs_state_writer_free(writer: *mut kvs_state_writer) {
     // SAFETY: the contract of all calls.
     value_or((), || unsafe { free_tagged(writer) });
+}
+
+/// Says how the writer moves bytes: n_threads in kvs_state_writer_get_data and _get_on_device too, progress in
+/// kvs_state_writer_save_file alone, where a save that is cancelled leaves the file that was there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_writer_set_transfer(
+    writer: *mut kvs_state_writer,
+    params: *const kvs_transfer_params,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let (threads, progress) = transfer(&params::read(params)?)?;
+        with_tagged(writer, |w| {
+            w.writer.set_threads(threads);
+            w.writer.set_progress(progress);
+            Ok(())
+        })
+    })
 }
 
 /// Metadata of a section of the caller's.
@@ -265,7 +284,8 @@ pub unsafe extern "C" fn kvs_state_reader_new(
 }
 
 /// Begins to read the state in a file of at most n_token_capacity tokens (sequence files 2 to 4, with seq_id -1
-/// whole-context files 9 to 11). The file is mapped, not read: do not truncate it in place meanwhile.
+/// whole-context files 9 to 11). Its tensors are read in kvs_state_reader_finish: a file that is truncated before is an
+/// error there (a save of kvstate never truncates).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_open_file(
     seq_id: kvs_seq_id,
@@ -325,6 +345,23 @@ pub unsafe extern "C" fn kvs_state_reader_new_on_device(
         let (file, access) = (None, access_of(access)?);
         *out = into_tagged(kvs_state_reader { reader, file, seq_id, access });
         Ok(())
+    })
+}
+
+/// Says how the reader moves bytes: n_threads in kvs_state_reader_finish. progress is not called: by then the cells are
+/// the state's, and their data has to follow.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_reader_set_transfer(
+    reader: *mut kvs_state_reader,
+    params: *const kvs_transfer_params,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let (threads, _) = transfer(&params::read(params)?)?;
+        with_tagged(reader, |r| {
+            r.reader.set_threads(threads);
+            Ok(())
+        })
     })
 }
 

@@ -39,7 +39,9 @@ pub struct ContextParams {
     pub sync_files: bool,
     /// Threads that copy tensors.
     pub threads: Threads,
-    /// Called while a file is saved or loaded.
+    /// Called while a file is saved or loaded, which it can cancel: a save leaves the old file then, a load the
+    /// context as it was. The bytes that it is told of are those of the file in a save, of the tensors in a load into
+    /// free cells; in a load over cells that are in use, those that are brought into memory before the first change.
     pub progress: Option<ProgressCallback>,
 }
 
@@ -113,7 +115,7 @@ pub struct Context {
     max_masked_cells: Option<u32>,
     pub(crate) sync_files: bool,
     threads: Threads,
-    progress: Option<ProgressCallback>,
+    pub(crate) progress: Option<ProgressCallback>,
     /// The one live `ON_DEVICE` state of each sequence.
     device_states: HashMap<SeqId, DeviceState>,
     /// Counts changes of cells, so that a slot knows whether it was prepared for the cache as it is.
@@ -159,6 +161,16 @@ impl Context {
     #[must_use]
     pub fn n_section(&self) -> usize {
         self.memory.kv_caches().len()
+    }
+
+    /// Copies on this many threads from now on.
+    pub fn set_threads(&mut self, threads: Threads) {
+        self.threads = threads;
+    }
+
+    /// Calls `progress` while a file is saved or loaded, from now on.
+    pub fn set_progress(&mut self, progress: Option<ProgressCallback>) {
+        self.progress = progress;
     }
 
     /// States what files older than version 4 leave open.
@@ -506,9 +518,11 @@ impl Context {
         }
     }
 
-    pub(crate) fn commit_file_state(&mut self, plan: &MemoryPlan<'_>) -> Result<()> {
+    /// Does what was planned. With `reports` it can be cancelled, which [`Memory::state_overwrites`] forbids.
+    pub(crate) fn commit_file_state(&mut self, plan: &MemoryPlan<'_>, reports: bool) -> Result<()> {
         self.generation += 1;
-        self.memory.state_commit(plan, self.threads, self.progress.as_mut())
+        let progress = self.progress.as_mut().filter(|_| reports);
+        self.memory.state_commit(plan, self.threads, progress)
     }
 
     pub(crate) fn check_stream(&self, stream: usize) -> Result<()> {

@@ -7,15 +7,12 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::replace::Replacement;
-use super::{StateFile, with_path};
+use super::StateFile;
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, StateVersion, token_bytes};
 use crate::memory::{KvView, SlotInfos, ViewPlan};
-use crate::state::{
-    CountSink, DeviceSink, DeviceState, FileSink, Input, RecordSink, Sink, SliceSink, Source,
-};
-use crate::storage::{self, CellMap, Plane, Region, Scatter, TensorBytes, Threads};
+use crate::state::{CountSink, DeviceSink, DeviceState, Input, RecordSink, Sink, SliceSink, Source};
+use crate::storage::{self, CellMap, Plane, ProgressCallback, Region, Scatter, TensorBytes, Threads};
 use crate::types::{SeqId, StateFlags, Token};
 
 /// A state on its way out. `'a`: the memory of the tensors.
@@ -25,18 +22,24 @@ pub struct StateWriter<'a> {
     seq_id: SeqId,
     record: RecordSink<'a>,
     threads: Threads,
+    progress: Option<ProgressCallback>,
 }
 
 impl<'a> StateWriter<'a> {
     /// Collects the state of a sequence, or with -1 of a whole context.
     #[must_use]
     pub fn new(seq_id: SeqId) -> Self {
-        Self { seq_id, record: RecordSink::default(), threads: Threads::default() }
+        Self { seq_id, record: RecordSink::default(), threads: Threads::default(), progress: None }
     }
 
     /// Copies on this many threads.
     pub fn set_threads(&mut self, threads: Threads) {
         self.threads = threads;
+    }
+
+    /// Calls `progress` while a file is saved.
+    pub fn set_progress(&mut self, progress: Option<ProgressCallback>) {
+        self.progress = progress;
     }
 
     /// Takes metadata.
@@ -118,22 +121,17 @@ impl<'a> StateWriter<'a> {
     /// `sync` it waits for the disk before.
     ///
     /// # Errors
-    /// [`Error::Io`], and what the owner of a tensor returns; a file that was there is untouched then.
-    pub fn save_file(&self, path: impl AsRef<Path>, tokens: &[Token], sync: bool) -> Result<u64> {
+    /// [`Error::Io`], [`Error::Cancelled`], and what the owner of a tensor returns; a file that was there is untouched then.
+    pub fn save_file(&mut self, path: impl AsRef<Path>, tokens: &[Token], sync: bool) -> Result<u64> {
         let path = path.as_ref();
         let n_tokens = u32::try_from(tokens.len())
             .map_err(|_| Error::arg("n_token_count", format!("{} does not fit 32 bits", tokens.len())))?;
         let kind = if self.seq_id == -1 { FileKind::Session } else { FileKind::Sequence };
-        let mut file = Replacement::create(path)?;
-        let mut sink = FileSink::new(file.writer());
-        let written = sink
-            .write(&FileHeader { kind, version: StateVersion::CURRENT, n_tokens }.to_bytes())
-            .and_then(|()| sink.write(&token_bytes(tokens)))
-            .and_then(|()| self.record.replay(&mut sink))
-            .and_then(|()| sink.finish());
-        let (_, len) = written.map_err(|error| with_path(error, path))?;
-        file.commit(sync)?;
-        Ok(len)
+        let mut record = RecordSink::default();
+        record.write(&FileHeader { kind, version: StateVersion::CURRENT, n_tokens }.to_bytes())?;
+        record.write(&token_bytes(tokens))?;
+        self.record.replay(&mut record)?;
+        super::replace_file(path, &record, sync, self.progress.as_mut())
     }
 
     fn blob_header(&self) -> Vec<u8> {

@@ -13,7 +13,8 @@ use std::path::Path;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{FileHeader, FileKind, StateVersion, token_bytes};
-use crate::state::{FileSink, Input, Sink};
+use crate::state::{Input, RecordSink, Sink, write_file};
+use crate::storage::ProgressCallback;
 use crate::types::{Seq, SeqId, Token};
 
 pub use compose::{StateReader, StateWriter};
@@ -34,7 +35,8 @@ impl Context {
     /// Writes a sequence and its tokens to `path`; returns the size of the file.
     ///
     /// # Errors
-    /// [`Error::SeqId`], [`Error::ShiftFailed`], [`Error::Io`]; a file that was there is untouched then.
+    /// [`Error::SeqId`], [`Error::ShiftFailed`], [`Error::Io`], [`Error::Cancelled`]; a file that was there is untouched
+    /// then.
     pub fn state_seq_save_file(
         &mut self,
         path: impl AsRef<Path>,
@@ -49,7 +51,9 @@ impl Context {
     ///
     /// # Errors
     /// As [`Context::state_seq_set_data`], [`Error::UnknownVersion`], [`Error::TokenCapacity`] for more than
-    /// `n_token_capacity` tokens, [`Error::RotationUnstated`], [`Error::Io`]; the context is unchanged then.
+    /// `n_token_capacity` tokens, [`Error::RotationUnstated`], [`Error::Io`], [`Error::Cancelled`]; the context is
+    /// unchanged then. Only where the state has to take cells that are in use, and the file fails although all of it
+    /// had been in memory a moment before, is the destination empty.
     pub fn state_seq_load_file(
         &mut self,
         path: impl AsRef<Path>,
@@ -80,16 +84,20 @@ impl Context {
         let n_tokens = u32::try_from(tokens.len())
             .map_err(|_| Error::arg("n_token_count", format!("{} does not fit 32 bits", tokens.len())))?;
         self.apply_shifts_of(seq)?;
-        let mut file = Replacement::create(path)?;
-        let mut sink = FileSink::new(file.writer());
-        let written = sink
-            .write(&FileHeader { kind, version: StateVersion::CURRENT, n_tokens }.to_bytes())
-            .and_then(|()| sink.write(&token_bytes(tokens)))
-            .and_then(|()| self.write_file_state(&mut sink, seq))
-            .and_then(|()| sink.finish());
-        let (_, len) = written.map_err(|error| with_path(error, path))?;
-        file.commit(self.sync_files)?;
-        Ok(len)
+        let mut progress = self.progress.take();
+        let saved = self
+            .record_file(FileHeader { kind, version: StateVersion::CURRENT, n_tokens }, tokens, seq)
+            .and_then(|record| replace_file(path, &record, self.sync_files, progress.as_mut()));
+        self.progress = progress;
+        saved
+    }
+
+    fn record_file(&self, header: FileHeader, tokens: &[Token], seq: Option<Seq>) -> Result<RecordSink<'_>> {
+        let mut record = RecordSink::default();
+        record.write(&header.to_bytes())?;
+        record.write(&token_bytes(tokens))?;
+        self.write_file_state(&mut record, seq)?;
+        Ok(record)
     }
 
     fn load_file(
@@ -112,7 +120,12 @@ impl Context {
             )));
         }
         let state_end = plan.end.offset();
-        self.commit_file_state(&plan).map_err(failed)?;
+        // Cells that are overwritten cannot be had back: the disk is asked, and the callback heard, before.
+        let overwrites = self.memory.state_overwrites(&plan);
+        if overwrites {
+            file.warm(state_end, self.progress.as_mut()).map_err(failed)?;
+        }
+        self.commit_file_state(&plan, !overwrites).map_err(failed)?;
         drop(plan);
         Ok(Loaded { tokens: file.into_tokens(), state_end })
     }
@@ -124,4 +137,18 @@ fn with_path(error: Error, path: &Path) -> Error {
         Error::Io { op, source, .. } => Error::Io { op, path: path.display().to_string(), source },
         other => other,
     }
+}
+
+/// Writes a recorded file beside `path`, then renames it over what is there; returns its size.
+fn replace_file(
+    path: &Path,
+    record: &RecordSink<'_>,
+    sync: bool,
+    progress: Option<&mut ProgressCallback>,
+) -> Result<u64> {
+    let mut file = Replacement::create(path)?;
+    file.reserve(record.bytes())?;
+    write_file(record, file.writer(), progress).map_err(|error| with_path(error, path))?;
+    file.commit(sync)?;
+    Ok(record.bytes())
 }

@@ -32,6 +32,27 @@ impl Replacement {
         Ok(Self { file, path })
     }
 
+    /// Has the disk set aside `bytes`, which makes writing them faster, and too few of them an error before the
+    /// first. What cannot be done here is left to the writes.
+    #[cfg(any(target_os = "linux", target_os = "macos"))]
+    pub fn reserve(&self, bytes: u64) -> Result<()> {
+        use rustix::fs::{FallocateFlags, fallocate};
+        use rustix::io::{Errno, retry_on_intr};
+
+        match retry_on_intr(|| fallocate(self.file.as_file(), FallocateFlags::empty(), 0, bytes)) {
+            Err(error @ (Errno::NOSPC | Errno::DQUOT)) => {
+                Err(io_error("reserve room for", &self.path, error.into()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    #[cfg(not(any(target_os = "linux", target_os = "macos")))]
+    #[expect(clippy::unused_self, clippy::unnecessary_wraps, reason = "it does something elsewhere")]
+    pub fn reserve(&self, _: u64) -> Result<()> {
+        Ok(())
+    }
+
     pub fn writer(&mut self) -> &mut File {
         self.file.as_file_mut()
     }

@@ -2,12 +2,16 @@
 
 use std::fs::{self, File};
 use std::io;
+#[cfg(target_os = "linux")]
+use std::io::IoSliceMut;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::with_path;
 use crate::error::{Error, Result};
 use crate::format::{Cursor, FileHeader, FileKind, StateVersion, tokens_of};
 use crate::state::Source;
+use crate::storage::{ProgressCallback, read_error, read_exact_at};
 use crate::types::Token;
 
 /// A sequence file, or the file of a whole context. Its tensors are read when they are needed.
@@ -53,14 +57,63 @@ impl StateFile {
 
     /// The state, behind header and tokens.
     pub(super) fn source(&self) -> Source<'_> {
-        let start = FileHeader::LEN as u64 + 4 * self.tokens.len() as u64;
-        Source::file(&self.file, start, self.size, self.version, &self.tokens)
+        Source::file(&self.file, self.state_start(), self.size, self.version, &self.tokens)
+    }
+
+    /// Brings the state, which ends at `end`, into the page cache: so that a disk that fails, or a file that has been
+    /// truncated, is noticed while nothing depends on it. What is there already is not read.
+    pub(super) fn warm(&self, end: u64, mut progress: Option<&mut ProgressCallback>) -> Result<()> {
+        const STEP: u64 = 1 << 20;
+        let start = self.state_start();
+        let mut buffer = Vec::new();
+        let mut at = start;
+        while at < end {
+            let next = end.min(at + STEP);
+            if !is_cached(&self.file, at..next) {
+                buffer.resize(usize::try_from(next - at).unwrap_or(0), 0);
+                read_exact_at(&self.file, &mut buffer, at).map_err(read_error)?;
+            }
+            at = next;
+            if let Some(progress) = progress.as_deref_mut() {
+                progress.report(at - start, end - start)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn state_start(&self) -> u64 {
+        FileHeader::LEN as u64 + 4 * self.tokens.len() as u64
     }
 
     /// An error of reading it, with its name.
     pub(super) fn failed(&self, error: Error) -> Error {
         with_path(error, &self.path)
     }
+}
+
+/// Whether these bytes of a file are in the page cache: one byte is asked for in each of the pieces in which the
+/// system reads ahead, the last, which a truncated file does not have.
+#[cfg(target_os = "linux")]
+fn is_cached(file: &File, range: Range<u64>) -> bool {
+    use rustix::io::{ReadWriteFlags, preadv2};
+
+    const READ_AHEAD: u64 = 128 << 10;
+    let mut byte = [0];
+    let mut at = range.start;
+    while at < range.end {
+        at = range.end.min(at + READ_AHEAD);
+        let mut bytes = [IoSliceMut::new(&mut byte)];
+        if preadv2(file, &mut bytes, at - 1, ReadWriteFlags::NOWAIT) != Ok(1) {
+            return false;
+        }
+    }
+    true
+}
+
+/// It cannot be known.
+#[cfg(not(target_os = "linux"))]
+fn is_cached(_: &File, _: Range<u64>) -> bool {
+    false
 }
 
 /// The number of tokens in the sequence file at `path`, checked against the size of the file.

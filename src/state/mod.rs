@@ -7,9 +7,11 @@
 //! [`Region`]: crate::storage::Region
 
 mod device;
+mod file_sink;
 mod sink;
 mod source;
 
 pub use device::DeviceState;
-pub use sink::{CountSink, DeviceSink, FileSink, RecordSink, Sink, SliceSink};
+pub use file_sink::write_file;
+pub use sink::{CountSink, DeviceSink, RecordSink, Sink, SliceSink};
 pub use source::{Input, Source};

@@ -1,6 +1,4 @@
-//! Sinks: count, slice, record, device, file.
-
-use std::io::Write;
+//! Sinks: count, slice, record, device.
 
 use crate::error::{Error, Result};
 use crate::storage::{self, Region, Threads};
@@ -234,90 +232,6 @@ impl<'a> Sink<'a> for DeviceSink<'a, '_> {
         let offset = self.tensor_bytes;
         self.tensor_bytes += region.bytes();
         self.batch.push((offset, region));
-        Ok(())
-    }
-}
-
-/// Writes a stream in order through one fixed buffer; rows that already lie in order skip it.
-#[derive(Debug)]
-pub struct FileSink<W: Write> {
-    out: W,
-    buffer: Vec<u8>,
-    written: u64,
-}
-
-impl<W: Write> FileSink<W> {
-    /// Large enough that a system call costs little, small enough to stay in the cache.
-    const CHUNK: u64 = 1 << 20;
-
-    /// Writes to `out`, which need not buffer.
-    pub fn new(out: W) -> Self {
-        Self { out, buffer: Vec::new(), written: 0 }
-    }
-
-    /// Writes what is buffered; returns the writer and the number of bytes written.
-    ///
-    /// # Errors
-    /// [`Error::Io`].
-    pub fn finish(mut self) -> Result<(W, u64)> {
-        self.flush()?;
-        Ok((self.out, self.written))
-    }
-
-    fn write_through(&mut self, bytes: &[u8]) -> Result<()> {
-        self.out.write_all(bytes).map_err(write_error)?;
-        self.written += bytes.len() as u64;
-        Ok(())
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        let buffer = std::mem::take(&mut self.buffer);
-        self.write_through(&buffer)?;
-        self.buffer = buffer;
-        self.buffer.clear();
-        Ok(())
-    }
-
-    /// Makes room for `n` more bytes in the buffer, beyond [`FileSink::CHUNK`] only for a piece that is larger.
-    fn reserve(&mut self, n: u64) -> Result<()> {
-        if self.buffer.len() as u64 + n > Self::CHUNK {
-            self.flush()?;
-        }
-        let capacity = usize::try_from(n.max(Self::CHUNK)).unwrap_or(usize::MAX);
-        self.buffer
-            .try_reserve(capacity.saturating_sub(self.buffer.len()))
-            .map_err(|_| Error::OutOfMemory { what: "the file buffer", bytes: n })
-    }
-}
-
-/// The path is added by the session, which knows it.
-fn write_error(source: std::io::Error) -> Error {
-    Error::Io { op: "write", path: String::new(), source }
-}
-
-impl<'a, W: Write> Sink<'a> for FileSink<W> {
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.reserve(bytes.len() as u64)?;
-        self.buffer.extend_from_slice(bytes);
-        Ok(())
-    }
-
-    fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
-        for piece in region.split(Self::CHUNK) {
-            match piece.as_contiguous() {
-                Some(bytes) if bytes.len() as u64 * 2 > Self::CHUNK => {
-                    self.flush()?;
-                    self.write_through(bytes)?;
-                }
-                _ => {
-                    self.reserve(piece.bytes())?;
-                    let start = self.buffer.len();
-                    let len = usize::try_from(piece.bytes()).unwrap_or(usize::MAX);
-                    self.buffer.resize(start.saturating_add(len), 0);
-                    storage::gather(&[(0, piece)], &mut self.buffer[start..], Threads::new(1))?;
-                }
-            }
-        }
         Ok(())
     }
 }

@@ -196,7 +196,7 @@ impl Work {
     fn run<T: Send>(
         &self,
         pieces: impl Iterator<Item = T> + Send,
-        progress: Option<&mut ProgressCallback>,
+        mut progress: Option<&mut ProgressCallback>,
         each: impl Fn(T, &mut Vec<u8>) -> Result<u64> + Sync,
     ) -> Result<()> {
         let pieces = Mutex::new(pieces);
@@ -226,17 +226,24 @@ impl Work {
                 }
             }
             let mut buffer = Vec::new();
-            match progress {
+            match progress.as_deref_mut() {
                 None => while step(&mut buffer) {},
                 Some(progress) => {
                     while step(&mut buffer) {
-                        if let Err(error) = progress.report(done.load(Ordering::Relaxed), self.total) {
+                        let done = done.load(Ordering::Relaxed);
+                        // The end is told once, when every thread is there.
+                        let told = if done < self.total { progress.report(done, self.total) } else { Ok(()) };
+                        if let Err(error) = told {
                             drop(failure.set(error));
                         }
                     }
                 }
             }
         });
-        failure.into_inner().map_or(Ok(()), Err)
+        match (failure.into_inner(), progress) {
+            (Some(error), _) => Err(error),
+            (None, Some(progress)) => progress.report(self.total, self.total),
+            (None, None) => Ok(()),
+        }
     }
 }

@@ -40,7 +40,7 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// Told how far a transfer is, on the thread of the call.
+/// Told how far a transfer is, on the thread of the call: `done` never decreases, and is `total` once, at the end.
 pub struct ProgressCallback(Box<dyn FnMut(Progress) -> ControlFlow<()> + Send>);
 
 impl ProgressCallback {

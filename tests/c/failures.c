@@ -29,6 +29,8 @@ static void a_null_handle_fails_every_call(void) {
 
     NO_HANDLE(kvs_n_stream(NULL), 0);
     NO_HANDLE_STATUS(kvs_set_legacy_rotation(NULL, KVS_LEGACY_ROTATION_PLAIN));
+    kvs_transfer_params transfer = kvs_transfer_default_params();
+    NO_HANDLE_STATUS(kvs_set_transfer(NULL, &transfer));
 
     NO_HANDLE(kvs_get_memory(NULL), NULL);
     FAILS_VOID(kvs_memory_clear(NULL, true), KVS_STATUS_INVALID_HANDLE, "");
@@ -86,6 +88,8 @@ static void a_null_argument_fails_every_call(void) {
     BAD_STATUS(kvs_section_params_init(NULL, sizeof s.section), "kvs_section_params: NULL");
     BAD_STATUS(kvs_context_params_init(NULL, sizeof s.context), "kvs_context_params: NULL");
     BAD_STATUS(kvs_ubatch_init(NULL, sizeof ubatch), "kvs_ubatch: NULL");
+    BAD_STATUS(kvs_transfer_params_init(NULL, sizeof(kvs_transfer_params)), "kvs_transfer_params: NULL");
+    BAD_STATUS(kvs_set_transfer(ctx, NULL), "kvs_transfer_params: NULL");
 
     kvs_context *other = NULL;
     BAD_STATUS(kvs_context_new(NULL, &other), "kvs_context_params: NULL");

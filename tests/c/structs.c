@@ -83,6 +83,9 @@ static void the_inline_defaults_are_those_of_the_init_calls(void) {
     CHECK(section.kind == KVS_SECTION_KV && section.reserved == 0);
     CHECK(kvs_kv_default_params().struct_size == sizeof(kvs_kv_params));
     CHECK(kvs_ubatch_default().struct_size == sizeof(kvs_ubatch));
+    kvs_transfer_params transfer = kvs_transfer_default_params();
+    CHECK(transfer.struct_size == sizeof transfer);
+    CHECK(transfer.n_threads == 0 && transfer.progress == NULL);
 }
 
 static void the_elements_of_an_array_have_one_size(void) {

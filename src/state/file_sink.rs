@@ -1,0 +1,151 @@
+//! The sink of a save: a recorded state goes to a file at the speed of the page cache.
+//!
+//! Bytes are gathered into a buffer that stays in the cache and written in whole chunks; what lies in memory as it does
+//! in the state is written from where it is.
+
+use std::io::Write;
+
+use bytemuck::{Pod, Zeroable};
+
+use super::sink::{RecordSink, Sink};
+use crate::error::{Error, Result};
+use crate::storage::{self, ProgressCallback, Region, Threads};
+
+/// Bytes of a write, and what the offset of every write is a multiple of: enough to be worth a system call, few enough
+/// to be in the second-level cache still.
+const CHUNK: usize = 512 << 10;
+
+/// Bytes gathered at a time. A buffer has room for as many behind its chunk: they begin the next one.
+const PIECE: usize = 64 << 10;
+
+/// Bytes of a piece that is written from where it lies: of a smaller one too much is copied to keep to whole chunks.
+const BORROW_MIN: u64 = 2 * CHUNK as u64;
+
+/// Bytes to write from where they lie between two reports.
+const BORROW_MAX: usize = 2 * CHUNK;
+
+/// Writes a recorded state to `out`, which need not buffer.
+///
+/// # Errors
+/// The first [`Error::Io`], without a path; [`Error::Cancelled`], what the owner of a tensor returns.
+pub fn write_file(
+    record: &RecordSink<'_>,
+    out: &mut impl Write,
+    progress: Option<&mut ProgressCallback>,
+) -> Result<()> {
+    let mut sink =
+        FileSink { out, buffer: Buffer::new()?, len: 0, written: 0, total: record.bytes(), progress };
+    record.replay(&mut sink)?;
+    if sink.len > 0 { sink.send(sink.len) } else { Ok(()) }
+}
+
+/// A page: the kernel copies fastest from where pages begin.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(4096))]
+struct Page([u8; 4096]);
+
+/// Room for a chunk and the piece behind it.
+struct Buffer(Vec<Page>);
+
+impl Buffer {
+    fn new() -> Result<Self> {
+        let mut buffer = Self(Vec::new());
+        buffer.reserve(CHUNK + PIECE)?;
+        Ok(buffer)
+    }
+
+    /// Makes it longer if it does not have `n` bytes: for a single element that is larger than a piece.
+    fn reserve(&mut self, n: usize) -> Result<()> {
+        let n_pages = n.div_ceil(size_of::<Page>());
+        if n_pages > self.0.len() {
+            let out_of_memory = |_| Error::OutOfMemory { what: "the file buffer", bytes: n as u64 };
+            self.0.try_reserve_exact(n_pages - self.0.len()).map_err(out_of_memory)?;
+            self.0.resize(n_pages, Page::zeroed());
+        }
+        Ok(())
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.0)
+    }
+}
+
+/// Fills chunks and writes them.
+struct FileSink<'w, W> {
+    out: &'w mut W,
+    buffer: Buffer,
+    /// Bytes in the buffer, less than a chunk between two calls.
+    len: usize,
+    written: u64,
+    total: u64,
+    progress: Option<&'w mut ProgressCallback>,
+}
+
+impl<W: Write> FileSink<'_, W> {
+    /// Adds `n` bytes, which `fill` writes.
+    fn push(&mut self, n: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        self.buffer.reserve(self.len.saturating_add(n))?;
+        fill(&mut self.buffer.bytes_mut()[self.len..][..n])?;
+        self.len += n;
+        if self.len < CHUNK { Ok(()) } else { self.send(self.len - self.len % CHUNK) }
+    }
+
+    /// Writes the first `n` bytes of the buffer; the others begin the next chunk.
+    fn send(&mut self, n: usize) -> Result<()> {
+        self.out.write_all(&self.buffer.bytes()[..n]).map_err(write_error)?;
+        self.buffer.bytes_mut().copy_within(n..self.len, 0);
+        self.len -= n;
+        self.report(n)
+    }
+
+    /// Writes whole chunks from where they lie; the buffer is empty.
+    fn send_borrowed(&mut self, bytes: &[u8]) -> Result<()> {
+        self.out.write_all(bytes).map_err(write_error)?;
+        self.report(bytes.len())
+    }
+
+    fn report(&mut self, n: usize) -> Result<()> {
+        self.written += n as u64;
+        match &mut self.progress {
+            Some(progress) => progress.report(self.written, self.total),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The path is added by the session, which knows it.
+fn write_error(source: std::io::Error) -> Error {
+    Error::Io { op: "write", path: String::new(), source }
+}
+
+impl<'a, W: Write> Sink<'a> for FileSink<'_, W> {
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        bytes.chunks(PIECE).try_for_each(|piece| {
+            self.push(piece.len(), |out| {
+                out.copy_from_slice(piece);
+                Ok(())
+            })
+        })
+    }
+
+    fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
+        if region.bytes() >= BORROW_MIN
+            && let Some(bytes) = region.as_contiguous()
+        {
+            let missing = if self.len > 0 { CHUNK - self.len } else { 0 };
+            let (head, bytes) = bytes.split_at(missing);
+            self.write(head)?;
+            let (whole, tail) = bytes.split_at(bytes.len() - bytes.len() % CHUNK);
+            whole.chunks(BORROW_MAX).try_for_each(|bytes| self.send_borrowed(bytes))?;
+            return self.write(tail);
+        }
+        region.split(PIECE as u64).try_for_each(|piece| {
+            let n = usize::try_from(piece.bytes()).unwrap_or(usize::MAX);
+            self.push(n, |out| storage::gather(&[(0, piece)], out, Threads::new(1)))
+        })
+    }
+}
