@@ -182,12 +182,10 @@ struct Measured {
     get_size: f64,
     partial: f64,
     partial_size: u64,
-    /// Of rows in one run only.
-    files: Option<[Vec<Pair>; 2]>,
 }
 
-fn case_of(options: &Options, is_transposed: bool, layout: Layout, threads: usize) -> Case {
-    let owners = layout.owners(options.n_tokens());
+fn case_of(n_tokens: usize, is_transposed: bool, layout: Layout, threads: usize) -> Case {
+    let owners = layout.owners(n_tokens);
     let kv = if is_transposed { transposed(32, GgmlType::F16, 1024) } else { rows(32, GgmlType::F16, 1024) };
     Case::new(fitting(kv, &owners), &owners, threads)
 }
@@ -195,13 +193,8 @@ fn case_of(options: &Options, is_transposed: bool, layout: Layout, threads: usiz
 fn measure(options: &Options, target: &Target, threads: usize) -> Measured {
     let Target { is_transposed, layout, .. } = *target;
     eprintln!("{}: {}, threads: {threads}", kind(is_transposed), layout.name());
-    let mut case = case_of(options, is_transposed, layout, threads);
+    let mut case = case_of(options.n_tokens(), is_transposed, layout, threads);
     let n = options.n_pairs();
-    let files = (!is_transposed && layout == Layout::OneRun).then(|| {
-        let saves = repeat(n, || case.save_file());
-        case.save_file_alone();
-        [saves, repeat(n, || case.load_file())]
-    });
     Measured {
         bytes: case.state.len(),
         get_data: repeat(n, || case.get_data()),
@@ -209,8 +202,17 @@ fn measure(options: &Options, target: &Target, threads: usize) -> Measured {
         get_size: median(repeat(101, || case.get_size_alone())),
         partial: median(repeat(101, || case.partial_checkpoint())),
         partial_size: case.partial_size(),
-        files,
     }
+}
+
+/// Saves and loads of a quarter of the tokens: larger files make the system write others back meanwhile.
+fn measure_files(options: &Options, threads: usize) -> (usize, Vec<Pair>, Vec<Pair>) {
+    eprintln!("files, threads: {threads}");
+    let mut case = case_of(options.n_tokens() / 4, false, Layout::OneRun, threads);
+    let saves = repeat(options.n_pairs(), || case.save_file());
+    case.save_file_alone();
+    let loads = repeat(options.n_pairs(), || case.load_file());
+    (case.state.len(), saves, loads)
 }
 
 fn kind(is_transposed: bool) -> &'static str {
@@ -242,27 +244,29 @@ fn table(options: &Options) -> String {
                 gb_per_s: None,
             });
         }
-        if let [Some([save_1, load_1]), Some([save_2, load_2])] = [&one.files, &two.files] {
-            let save = "save_file without fsync, against a plain write";
-            let load = "load_file, page cache warm, against a plain read";
-            others.extend([
-                Row::of_pairs(save.into(), "0.58", [0.95; 2], bytes, &[save_1.clone(), save_2.clone()]),
-                Row::of_pairs(load.into(), "1.1", [1.0, 1.5], bytes, &[load_1.clone(), load_2.clone()]),
-                Row {
-                    work: "partial checkpoint, full attention".into(),
-                    llama: "all of the state",
-                    at_least: "8 bytes, under 1 us".into(),
-                    here: [one, two].map(|m| {
-                        let figure = format!("{} bytes, {}", m.partial_size, human(m.partial));
-                        marked(&figure, m.partial_size == 8 && m.partial < 1e-6)
-                    }),
-                    gb_per_s: None,
-                },
-            ]);
+        if !target.is_transposed && target.layout == Layout::OneRun {
+            others.push(Row {
+                work: "partial checkpoint, full attention".into(),
+                llama: "all of the state",
+                at_least: "8 bytes, under 1 us".into(),
+                here: [one, two].map(|m| {
+                    let figure = format!("{} bytes, {}", m.partial_size, human(m.partial));
+                    marked(&figure, m.partial_size == 8 && m.partial < 1e-6)
+                }),
+                gb_per_s: None,
+            });
         }
     }
-    // The checkpoint last.
-    others.sort_by_key(|row| row.work.starts_with("partial"));
+    let [(bytes_1, saves_1, loads_1), (bytes_2, saves_2, loads_2)] =
+        THREADS.map(|threads| measure_files(options, threads));
+    let row = |work: &str, llama, at_least, pairs| {
+        let work = format!("{work} ({} MiB)", bytes_1 >> 20);
+        Row::of_pairs(work, llama, at_least, [bytes_1, bytes_2], &pairs)
+    };
+    others.extend([
+        row("save_file without fsync, against a plain write", "0.58", [0.95; 2], [saves_1, saves_2]),
+        row("load_file, page cache warm, against a plain read", "1.1", [1.0, 1.5], [loads_1, loads_2]),
+    ]);
 
     let copy = copies.iter().map(|&(bytes, time)| gb_per_s(bytes, [time].into_iter())).collect();
     let Spread { low, median, high } = Spread::of(copy);
@@ -344,7 +348,7 @@ fn memory(options: &Options) -> String {
         String::from("| call | state | resident (VmHWM) | of that anonymous |\n|---|---|---|---|\n");
     for (is_transposed, layout) in [(false, Layout::OneRun), (true, Layout::EveryOther)] {
         eprintln!("memory: {}, {}", kind(is_transposed), layout.name());
-        let mut case = case_of(options, is_transposed, layout, THREADS[1]);
+        let mut case = case_of(options.n_tokens(), is_transposed, layout, THREADS[1]);
         let calls: [(&str, Call); 4] = [
             ("get_data", Case::get_data_alone),
             ("set_data", Case::set_data_alone),
