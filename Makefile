@@ -9,7 +9,7 @@ LIBS := -lpthread -ldl -lm
 LLAMA_CPP_DIR ?= $(CURDIR)/target/llama.cpp
 export LLAMA_CPP_DIR
 
-.PHONY: demo test test-llama-server header bench bench-llama bench-llama-quick llama-cpp clean
+.PHONY: demo test test-llama-server header bench bench-quick bench-llama bench-llama-quick llama-cpp clean
 
 # A server's day: prompt, checkpoints, edit, slot file, second process; and a slot file of a real llama.cpp.
 demo: build/demo
@@ -35,8 +35,14 @@ test-llama-server:
 header:
 	KVSTATE_WRITE_HEADER=1 cargo test --quiet --test header
 
+# The table of docs/performance.md, then criterion; ten minutes, 5 GiB of memory and 1 GiB below TMPDIR.
 bench:
+	cargo bench --bench table
 	cargo bench --bench state
+
+# The table in seconds, to see that it runs.
+bench-quick:
+	cargo bench --quiet --bench table -- --quick
 
 # kvstate beside llama.cpp: docs/bench-llama.md.
 bench-llama: build/bench-llama

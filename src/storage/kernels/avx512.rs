@@ -213,12 +213,12 @@ unsafe fn expand_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
 ///
 /// `$mask` has a bit for each of the elements of a register, which are `$size` bytes.
 macro_rules! compress_stream {
-    ($name:ident, $each:ident, $through_cache:ident, $size:literal, $mask:ty, $word:ty, $lanes_of:ident,
+    ($name:ident, $each:ident, $through_cache:ident, $size:literal, $mask:ty, $word:ty,
      $load:ident, $compress:ident, $permute:ident, $sub:ident, $set:ident, $blend:ident, $store:ident) => {
         unsafe fn $name(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
             // SAFETY: by contract.
             unsafe {
-                if blob.addr() % $size == 0 {
+                if blob.addr().is_multiple_of($size) {
                     $each(plane, blocks, blob);
                 } else {
                     $through_cache(plane, kv_size, blocks, blob);
@@ -227,15 +227,19 @@ macro_rules! compress_stream {
         }
 
         #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
-        #[expect(
-            clippy::cast_possible_truncation,
-            clippy::cast_ptr_alignment,
-            reason = "part of a mask; lines"
-        )]
+        #[expect(clippy::cast_possible_truncation, reason = "part of a mask")]
         #[allow(clippy::cast_possible_wrap, clippy::unnecessary_cast, reason = "one body for three widths")]
         unsafe fn $each(plane: *const u8, blocks: &[Block], blob: *mut u8) {
             const LANES: usize = 64 / $size;
-            static LANE: [$word; LANES] = $lanes_of();
+            static LANE: [$word; LANES] = {
+                let mut lanes = [0; LANES];
+                let mut lane: $word = 0;
+                while (lane as usize) < LANES {
+                    lanes[lane as usize] = lane;
+                    lane += 1;
+                }
+                lanes
+            };
             let Some(first) = blocks.first() else { return };
             let to = blob.wrapping_add($size * first.blob as usize);
             // The first lanes of the first line are not ours.
@@ -282,36 +286,6 @@ macro_rules! compress_stream {
     };
 }
 
-const fn lanes_1() -> [u8; 64] {
-    let mut lanes = [0; 64];
-    let mut i = 0;
-    while i < lanes.len() {
-        lanes[i] = i as u8;
-        i += 1;
-    }
-    lanes
-}
-
-const fn lanes_2() -> [u16; 32] {
-    let mut lanes = [0; 32];
-    let mut i = 0;
-    while i < lanes.len() {
-        lanes[i] = i as u16;
-        i += 1;
-    }
-    lanes
-}
-
-const fn lanes_4() -> [u32; 16] {
-    let mut lanes = [0; 16];
-    let mut i = 0;
-    while i < lanes.len() {
-        lanes[i] = i as u32;
-        i += 1;
-    }
-    lanes
-}
-
 #[target_feature(enable = "avx512f")]
 fn load_lanes<T>(lanes: &T) -> __m512i {
     const { assert!(size_of::<T>() == 64) };
@@ -326,7 +300,6 @@ compress_stream!(
     1,
     u64,
     u8,
-    lanes_1,
     _mm512_maskz_loadu_epi8,
     _mm512_maskz_compress_epi8,
     _mm512_permutexvar_epi8,
@@ -342,7 +315,6 @@ compress_stream!(
     2,
     u32,
     u16,
-    lanes_2,
     _mm512_maskz_loadu_epi16,
     _mm512_maskz_compress_epi16,
     _mm512_permutexvar_epi16,
@@ -358,7 +330,6 @@ compress_stream!(
     4,
     u16,
     u32,
-    lanes_4,
     _mm512_maskz_loadu_epi32,
     _mm512_maskz_compress_epi32,
     _mm512_permutexvar_epi32,
