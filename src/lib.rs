@@ -124,6 +124,11 @@
 #[doc = include_str!("../README.md")]
 struct Readme;
 
+#[cfg(not(all(target_pointer_width = "64", target_endian = "little")))]
+compile_error!(
+    "kvstate needs a 64-bit little-endian target: the bytes of states are little-endian, and their sizes have 64 bits"
+);
+
 pub mod capi;
 pub mod cells;
 pub mod context;

@@ -685,3 +685,90 @@ fn large_regions_are_copied_byte_for_byte_whatever_their_alignment() {
         assert!(memory == after, "scatter at {shift}");
     }
 }
+
+/// As many bytes as threads are started for and as go past the cache: whatever the layout, the threads and the source.
+#[test]
+fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
+    const KV_SIZE: u32 = 24_000;
+    let mut x = 0x2545_F491_4F6C_DD1D_u64;
+    let mut is_chosen = |_: &u32| {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x & 1 == 0
+    };
+    let random: Vec<u32> = (0..KV_SIZE).filter(&mut is_chosen).collect();
+    let runs: Vec<u32> = (0..KV_SIZE).filter(|cell| cell / 300 % 2 == 0 || cell / 16 % 2 == 0).collect();
+    let shapes = [
+        PlaneShape::dense_rows(256),
+        PlaneShape::dense_rows(4),
+        PlaneShape::Rows { row_size: 250, cell_stride: 256 },
+        PlaneShape::dense_channels(128, 2, KV_SIZE),
+        PlaneShape::dense_channels(96, 4, KV_SIZE),
+        PlaneShape::dense_channels(300, 1, KV_SIZE),
+        PlaneShape::dense_channels(33, 8, KV_SIZE),
+        PlaneShape::Channels { n_channel: 128, elem_size: 2, cell_stride: 256, channel_stride: 2 },
+    ];
+    for cells in [random, runs] {
+        let mut memories: Vec<Memory> =
+            shapes.iter().zip(1..).map(|(&shape, seed)| Memory::new(KV_SIZE, shape, seed)).collect();
+        let expected: Vec<u8> = memories.iter().flat_map(|memory| memory.gathered(&cells)).collect();
+        let map = map_of(&cells);
+        let n_src = map.n_cells();
+        for threads in [1, 2, 3].map(Threads::new) {
+            let planes: Vec<Plane> = memories.iter_mut().map(Memory::plane).collect();
+            let mut at = 0;
+            let batch: Vec<(u64, Region<'_>)> = planes
+                .iter()
+                .map(|plane| {
+                    let region = Region::new(plane, &map).unwrap();
+                    at += region.bytes();
+                    (at - region.bytes(), region)
+                })
+                .collect();
+            let mut out = vec![0; expected.len()];
+            gather(&batch, &mut out, threads).unwrap();
+            assert!(out == expected, "gather, {threads:?}");
+        }
+
+        let blob = noise(expected.len(), 99);
+        let mut file = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut file, &blob).unwrap();
+        let mut at = 0;
+        let after: Vec<Memory> = memories
+            .iter()
+            .map(|memory| {
+                let n = memory.gathered(&cells).len();
+                at += n;
+                memory.clone().scattered(&blob[at - n..at], &cells)
+            })
+            .collect();
+        for (threads, from_file) in [(1, false), (2, false), (3, false), (1, true), (3, true)] {
+            let mut fresh = memories.clone();
+            let mut planes: Vec<Plane> = fresh.iter_mut().map(Memory::plane).collect();
+            let mut offset = 0;
+            let mut batch: Vec<Scatter<'_>> = planes
+                .iter_mut()
+                .map(|plane| {
+                    let len = u64::from(n_src) * plane.shape().cell_bytes();
+                    let start = usize::try_from(offset).unwrap();
+                    let src = if from_file {
+                        TensorBytes::File { file: &file, offset, len }
+                    } else {
+                        TensorBytes::Memory(&blob[start..][..usize::try_from(len).unwrap()])
+                    };
+                    offset += len;
+                    Scatter { plane, map: &map, n_src, src }
+                })
+                .collect();
+            scatter(&mut batch, Threads::new(threads), None).unwrap();
+            drop(planes);
+            for (i, (fresh, after)) in fresh.iter().zip(&after).enumerate() {
+                assert!(
+                    fresh.bytes == after.bytes,
+                    "scatter, plane {i}, {threads} threads, file {from_file}"
+                );
+            }
+        }
+    }
+}

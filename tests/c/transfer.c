@@ -124,6 +124,7 @@ static void a_reader_takes_threads_and_reports_nothing(void) {
     CHECK(kvs_state_reader_new(-1, bytes, sizeof bytes, NULL, &reader) == KVS_STATUS_OK);
     kvs_transfer_params params = transfer(2, 0);
     CHECK(kvs_state_reader_set_transfer(reader, &params) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_rewind(reader) == KVS_STATUS_OK);
     CHECK(kvs_state_reader_read_tensor(reader, NULL, tensor, 0, sizeof tensor) == KVS_STATUS_OK);
     CHECK(kvs_state_reader_finish(reader) == KVS_STATUS_OK);
     CHECK(told.n_calls == 0 && memcmp(tensor, bytes, sizeof tensor) == 0);
