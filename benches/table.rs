@@ -15,7 +15,7 @@ use kvstate::format::GgmlType;
 use kvstate::memory::KvParams;
 
 use common::resident::{Peak, peak_of};
-use common::{Case, FREE_SEQ, Layout, Pair, decode, fitting, rows, timed, transposed};
+use common::{Case, FREE_SEQ, Layout, Pair, decode, fitting, limits, rows, timed, transposed};
 
 const MARKER: &str = "<!-- made by benches/table.rs -->";
 
@@ -413,11 +413,39 @@ fn machine() -> String {
     )
 }
 
+/// What memory gives at most to copies that touch more lines than they move bytes.
+fn limits(options: &Options) -> String {
+    let n = if options.quick { 64 << 20 } else { 512 << 20 };
+    let (mut from, mut to) = (vec![1_u8; n], vec![2_u8; n]);
+    let mut out =
+        "| each line of a memory | 1 thread | 2 threads | GB/s, 1 / 2 |\n|---|---|---|---|\n".to_owned();
+    for (name, work) in [
+        ("is loaded", limits::load as fn(&mut [u8], usize) -> Duration),
+        ("is loaded and stored", limits::load_and_store),
+    ] {
+        let pairs = THREADS.map(|threads| {
+            repeat(options.n_pairs(), || Pair {
+                reference: timed(|| to.copy_from_slice(&from)),
+                call: work(&mut from, threads),
+            })
+        });
+        let ratios = pairs.each_ref().map(|pairs| {
+            let ratio = |pair: &Pair| pair.reference.as_secs_f64() / pair.call.as_secs_f64();
+            let Spread { low, median, high } = Spread::of(pairs.iter().map(ratio).collect());
+            format!("{median:.2} ({low:.2} to {high:.2})")
+        });
+        let [one, two] = pairs.each_ref().map(|pairs| gb_per_s(n, pairs.iter().map(|pair| pair.call)));
+        let _ = writeln!(out, "| {name} | {} | {} | {one:.1} / {two:.1} |", ratios[0], ratios[1]);
+    }
+    out
+}
+
 fn report(options: &Options) -> Result<String, String> {
     Ok(format!(
-        "{}\n\n## Speed\n\n{}\n## A sequence in a large cache\n\n{}\n## Peak extra memory\n\n{}",
+        "{}\n\n## Speed\n\n{}\n## Limits\n\n{}\n## A sequence in a large cache\n\n{}\n## Peak extra memory\n\n{}",
         machine(),
         table(options),
+        limits(options),
         flatness(options),
         memory_of_a_new_process(options)?
     ))
