@@ -64,6 +64,9 @@ pub fn gather(batch: &[(u64, Region<'_>)], out: &mut [u8], threads: Threads) -> 
     if need > size {
         return Err(Error::BufferTooSmall { need, size });
     }
+    if batch.is_empty() {
+        return Ok(());
+    }
     let in_order = batch.windows(2).all(|pair| end(&pair[0]) <= pair[1].0);
     if !in_order {
         return batch.iter().try_for_each(|(offset, region)| {
@@ -187,7 +190,7 @@ impl Work {
     /// The calls of a remote tensor's owner come from the thread that calls.
     fn new(total: u64, is_remote: bool, threads: Threads) -> Self {
         let worth = usize::try_from(total / THREAD_MIN).unwrap_or(usize::MAX);
-        let threads = if is_remote { 1 } else { threads.count().min(worth).max(1) };
+        let threads = if is_remote || worth <= 1 { 1 } else { threads.count().min(worth).max(1) };
         Self { total, threads, how: How { kernels: Kernels::get(), streams: total >= STREAM_MIN } }
     }
 
