@@ -251,8 +251,8 @@ typedef int32_t (*kvs_progress_callback)(void *user_data, uint64_t done, uint64_
 typedef struct kvs_transfer_params {
     // sizeof(kvs_transfer_params), set by the init call.
     size_t struct_size;
-    // Threads that copy, the caller's included, but for files that are saved, which one thread writes; 0 (by default): the cores, at most 4. A small state takes fewer, and
-    // tensors that are reached through callbacks take one.
+    // Threads that copy, the caller's included; 0 (by default): the cores, at most 4. A small state takes fewer;
+    // tensors that are reached through callbacks, and a file that is saved, take one.
     uint32_t n_threads;
     // 0.
     uint32_t reserved;

@@ -192,8 +192,8 @@ pub type kvs_progress_callback =
 pub struct kvs_transfer_params {
     /// sizeof(kvs_transfer_params), set by the init call.
     pub struct_size: usize,
-    /// Threads that copy, the caller's included, but for files that are saved, which one thread writes; 0 (by default): the cores, at most 4. A small state takes fewer, and
-    /// tensors that are reached through callbacks take one.
+    /// Threads that copy, the caller's included; 0 (by default): the cores, at most 4. A small state takes fewer;
+    /// tensors that are reached through callbacks, and a file that is saved, take one.
     pub n_threads: u32,
     /// 0.
     pub reserved: u32,

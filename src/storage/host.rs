@@ -159,7 +159,9 @@ unsafe fn pick(
     blob: *mut u8,
     end: *mut u8,
 ) {
-    let room_behind = |block: &Block| end.addr() - (blob.addr() + block.blob_end() as usize * elem_size);
+    // The blob's cell 0 need not be at a real address.
+    let behind = |block: &Block| blob.addr().wrapping_add(block.blob_end() as usize * elem_size);
+    let room_behind = |block: &Block| end.addr().wrapping_sub(behind(block));
     let n_last = blocks.iter().rev().take_while(|block| room_behind(block) < SLACK).count();
     let (blocks, last) = blocks.split_at(blocks.len() - n_last);
     // SAFETY: by contract; there is slack.
