@@ -242,8 +242,9 @@ typedef struct kvs_context_params {
     uint32_t reserved;
 } kvs_context_params;
 
-// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes. done never
-// decreases, and is total once, at the end. Returns 0 to go on; anything else cancels, and the call fails with
+// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
+// save, the state's or its tensors' in a load, never 0. done never decreases, and is total once, at the end; how often
+// it is told differs. Returns 0 to go on; anything else cancels, at the end too, and the call fails with
 // KVS_STATUS_CANCELLED. It must not call the library with the same handle, and must not throw or unwind.
 typedef int32_t (*kvs_progress_callback)(void *user_data, uint64_t done, uint64_t total);
 
@@ -688,9 +689,9 @@ size_t kvs_state_seq_save_file(struct kvs_context *ctx,
 // against the size of the file, and no state is loaded; 12 is returned, the size of the header before the
 // tokens.
 //
-// A file that is truncated while it is loaded is an error (a save of kvstate never truncates one). The state goes into
-// free cells, or else over cells that are in use, once the file has been read into memory: only if it cannot be read
-// again then, dest_seq_id is empty after the failure.
+// A file that is truncated while it is loaded is an error (a save of kvstate never truncates one). A state
+// takes the cells that are free without dest_seq_id. Where those hold something, mostly dest_seq_id itself, the file is
+// read into memory first: only if it cannot be read again then, dest_seq_id is empty after the failure.
 size_t kvs_state_seq_load_file(struct kvs_context *ctx,
                                const char *filepath,
                                kvs_seq_id dest_seq_id,

@@ -628,3 +628,32 @@ fn a_failed_write_is_the_error_wherever_it_is() {
     }
     write_file(&record, &mut Narrow(8 << 20), None).unwrap();
 }
+
+#[test]
+fn a_temporary_file_that_somebody_shortens_is_not_renamed_into_place() {
+    let (dir, path, _) = large_saved();
+    let old = fs::read(&path).unwrap();
+    let mut context = large(1);
+    let folder = dir.path().to_owned();
+    reports(&mut context, move |_, Progress { done, total }| {
+        if done == total {
+            let temporary = names(&folder).into_iter().find(|name| name.starts_with(".kvstate-")).unwrap();
+            fs::File::options().write(true).open(folder.join(temporary)).unwrap().set_len(1000).unwrap();
+        }
+        ControlFlow::Continue(())
+    });
+    let error = context.state_seq_save_file(&path, 1, &[6]).unwrap_err().to_string();
+    assert!(error.contains("somebody has changed it: it has 1000 bytes"), "{error}");
+    assert!(fs::read(&path).unwrap() == old);
+    assert_eq!(names(dir.path()), ["slot.bin"]);
+}
+
+#[test]
+fn a_load_that_moves_nothing_reports_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("slot.bin");
+    let mut context = context(0);
+    context.state_seq_save_file(&path, 0, &[5]).unwrap();
+    let told = reports_of(&mut context, |context| drop(context.state_seq_load_file(&path, 1, 1).unwrap()));
+    assert_eq!(told, []);
+}

@@ -430,6 +430,23 @@ fn a_file_is_read_with_its_tokens() {
 }
 
 #[test]
+fn a_file_that_is_truncated_after_the_plan_is_named() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("file");
+    each_pair(|name, pair| {
+        pair.ctx.state_seq_save_file(&path, 0, &[]).expect(name);
+        let file = StateFile::open(&path, FileKind::Sequence, 0).expect(name);
+        let mut reader = StateReader::of_file(&file);
+        reader.plan_kv_cache(&pair.owners[0].view(), 1, NONE, None).expect(name);
+        reader.rewind();
+        reader.read_kv_cache(pair.owners[0].view()).expect(name);
+        std::fs::File::options().write(true).open(&path).and_then(|file| file.set_len(64)).expect(name);
+        let error = reader.finish().expect_err(name).to_string();
+        assert_eq!(error, format!("read {}: the file has become shorter", path.display()), "{name}");
+    });
+}
+
+#[test]
 fn a_file_with_more_tokens_than_there_is_room_for_is_refused() {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("file");

@@ -180,8 +180,9 @@ pub struct kvs_context_params {
     pub reserved: u32,
 }
 
-/// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes. done never
-/// decreases, and is total once, at the end. Returns 0 to go on; anything else cancels, and the call fails with
+/// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
+/// save, the state's or its tensors' in a load, never 0. done never decreases, and is total once, at the end; how often
+/// it is told differs. Returns 0 to go on; anything else cancels, at the end too, and the call fails with
 /// KVS_STATUS_CANCELLED. It must not call the library with the same handle, and must not throw or unwind.
 pub type kvs_progress_callback =
     Option<unsafe extern "C" fn(user_data: *mut c_void, done: u64, total: u64) -> i32>;

@@ -157,9 +157,9 @@ pub unsafe extern "C" fn kvs_state_seq_save_file(
 /// against the size of the file, and no state is loaded; 12 is returned, the size of the header before the
 /// tokens.
 ///
-/// A file that is truncated while it is loaded is an error (a save of kvstate never truncates one). The state goes into
-/// free cells, or else over cells that are in use, once the file has been read into memory: only if it cannot be read
-/// again then, dest_seq_id is empty after the failure.
+/// A file that is truncated while it is loaded is an error (a save of kvstate never truncates one). A state
+/// takes the cells that are free without dest_seq_id. Where those hold something, mostly dest_seq_id itself, the file is
+/// read into memory first: only if it cannot be read again then, dest_seq_id is empty after the failure.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_load_file(
     ctx: *mut kvs_context,

@@ -176,6 +176,8 @@ pub struct StateReader<'a> {
     /// Full-attention sections of partial states, which older llama.cpp wrote, are read and dropped.
     legacy_partial: bool,
     threads: Threads,
+    /// Where the state is, if it is in a file.
+    file: Option<&'a StateFile>,
 }
 
 impl<'a> StateReader<'a> {
@@ -216,7 +218,7 @@ impl<'a> StateReader<'a> {
     /// Reads the state in a file.
     #[must_use]
     pub fn of_file(file: &'a StateFile) -> Self {
-        Self::of_source(file.source())
+        Self { file: Some(file), ..Self::of_source(file.source()) }
     }
 
     fn of_source(source: Source<'a>) -> Self {
@@ -230,6 +232,15 @@ impl<'a> StateReader<'a> {
             failed: None,
             legacy_partial: false,
             threads: Threads::default(),
+            file: None,
+        }
+    }
+
+    /// An error of reading the state, with the name of the file.
+    fn named(&self, error: Error) -> Error {
+        match self.file {
+            Some(file) => file.failed(error),
+            None => error,
         }
     }
 
@@ -318,7 +329,8 @@ impl<'a> StateReader<'a> {
         let mut source = self.source.clone();
         // Until a section is planned here after all, there is nothing to finish.
         self.failed = Some(format!("section {} could not be planned", view.name()));
-        let plan = view.state_plan(&mut source, seq_id, flags, sinfos_in, self.legacy_partial)?;
+        let plan = view.state_plan(&mut source, seq_id, flags, sinfos_in, self.legacy_partial);
+        let plan = plan.map_err(|error| self.named(error))?;
         self.failed = None;
         let start = std::mem::replace(&mut self.source, source).offset();
         let slots = plan.slots.clone();
@@ -398,6 +410,9 @@ impl<'a> StateReader<'a> {
         }
         let scattered = storage::scatter(&mut batch, self.threads, None);
         self.pending.clear();
-        scattered.inspect_err(|_| self.failed = Some("its tensors could not all be copied".into()))
+        scattered.map_err(|error| {
+            self.failed = Some("its tensors could not all be copied".into());
+            self.named(error)
+        })
     }
 }

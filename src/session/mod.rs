@@ -149,6 +149,6 @@ fn replace_file(
     let mut file = Replacement::create(path)?;
     file.reserve(record.bytes())?;
     write_file(record, file.writer(), progress).map_err(|error| with_path(error, path))?;
-    file.commit(sync)?;
+    file.commit(record.bytes(), sync)?;
     Ok(record.bytes())
 }

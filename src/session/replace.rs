@@ -57,9 +57,14 @@ impl Replacement {
         self.file.as_file_mut()
     }
 
-    /// Syncs the data, renames the file into place, syncs the directory; without `sync` only renames.
-    pub fn commit(self, sync: bool) -> Result<()> {
+    /// Syncs the data, renames the file of `len` bytes into place, syncs the directory; without `sync` only renames.
+    pub fn commit(self, len: u64, sync: bool) -> Result<()> {
         let Self { file, path } = self;
+        let found = file.as_file().metadata().map_err(|source| io_error("look at", &path, source))?.len();
+        if found != len {
+            let reason = format!("somebody has changed it: it has {found} bytes, {len} were written");
+            return Err(io_error("keep the temporary file of", &path, io::Error::other(reason)));
+        }
         if sync {
             file.as_file().sync_all().map_err(|source| io_error("sync", &path, source))?;
         }

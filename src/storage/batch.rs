@@ -218,31 +218,34 @@ impl Work {
             }
             true
         };
-        thread::scope(|scope| {
-            for _ in 1..self.threads {
-                let worker = || {
-                    let mut buffer = Vec::new();
-                    while step(&mut buffer) {}
-                };
-                if thread::Builder::new().spawn_scoped(scope, worker).is_err() {
-                    break;
+        let mut steps_of_the_caller = || {
+            let mut buffer = Vec::new();
+            while step(&mut buffer) {
+                let done = done.load(Ordering::Relaxed);
+                // The end is told once, when every thread is there.
+                if let Some(progress) = progress.as_deref_mut().filter(|_| done < self.total)
+                    && let Err(error) = progress.report(done, self.total)
+                {
+                    drop(failure.set(error));
                 }
             }
-            let mut buffer = Vec::new();
-            match progress.as_deref_mut() {
-                None => while step(&mut buffer) {},
-                Some(progress) => {
-                    while step(&mut buffer) {
-                        let done = done.load(Ordering::Relaxed);
-                        // The end is told once, when every thread is there.
-                        let told = if done < self.total { progress.report(done, self.total) } else { Ok(()) };
-                        if let Err(error) = told {
-                            drop(failure.set(error));
-                        }
+        };
+        if self.threads == 1 {
+            steps_of_the_caller();
+        } else {
+            thread::scope(|scope| {
+                for _ in 1..self.threads {
+                    let worker = || {
+                        let mut buffer = Vec::new();
+                        while step(&mut buffer) {}
+                    };
+                    if thread::Builder::new().spawn_scoped(scope, worker).is_err() {
+                        break;
                     }
                 }
-            }
-        });
+                steps_of_the_caller();
+            });
+        }
         match (failure.into_inner(), progress) {
             (Some(error), _) => Err(error),
             (None, Some(progress)) => progress.report(self.total, self.total),

@@ -27,5 +27,9 @@ pub(crate) fn read_exact_at(file: &File, mut out: &mut [u8], mut offset: u64) ->
 
 /// The path is added by the session, which knows it.
 pub(crate) fn read_error(source: io::Error) -> Error {
+    let source = match source.kind() {
+        io::ErrorKind::UnexpectedEof => io::Error::new(source.kind(), "the file has become shorter"),
+        _ => source,
+    };
     Error::Io { op: "read", path: String::new(), source }
 }

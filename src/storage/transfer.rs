@@ -54,6 +54,10 @@ impl ProgressCallback {
     /// # Errors
     /// [`Error::Cancelled`].
     pub(crate) fn report(&mut self, done: u64, total: u64) -> Result<()> {
+        // Nobody has to divide by it.
+        if total == 0 {
+            return Ok(());
+        }
         match (self.0)(Progress { done, total }) {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(Error::Cancelled { done, total }),
