@@ -398,8 +398,10 @@ void compare_legs(const Case &the_case, const Legs &legs, Report &report) {
         }
     }
     if (steps == "exceptions") {
-        report.equal("a foreign io is given as many writes as by stock", mine.number("write_calls"),
-                     stock.number("write_calls"));
+        // The metadata of many cells is one write.
+        report.equal("a foreign io is given no more writes than by stock",
+                     mine.number("write_calls") > 0 && mine.number("write_calls") <= stock.number("write_calls"),
+                     true);
         report.equal("a foreign io gets the bytes of get_data", mine.number("write_equal"), 1);
         report.equal("a foreign io is read to its end", mine.number("read_all"), 1);
         report.equal("exceptions that arrive out of state_write as they were thrown",
