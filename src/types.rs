@@ -215,21 +215,6 @@ pub struct Run {
     pub len: u32,
 }
 
-impl Run {
-    /// The runs of `cells`, which must be strictly increasing.
-    #[must_use]
-    pub fn of_sorted(cells: &[u32]) -> Vec<Self> {
-        let mut runs: Vec<Self> = Vec::new();
-        for &cell in cells {
-            match runs.last_mut() {
-                Some(run) if run.start + run.len == cell => run.len += 1,
-                _ => runs.push(Self { start: cell, len: 1 }),
-            }
-        }
-        runs
-    }
-}
-
 /// A run of cells that moves: `len` neighbours at `src` (in a blob) go to neighbours at `dst` (in a cache).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Move {

@@ -7,6 +7,7 @@
 mod transformer;
 
 use kvstate::Context;
+use kvstate::storage::CellMap;
 use kvstate::types::{Pos, Run, Seq, SeqId, StateFlags, Swa, SwaType, Token};
 use transformer::{Engine, Logits, Setup, tokens};
 
@@ -76,7 +77,8 @@ fn runs(cache: &Context, section: usize, stream: usize, seq_id: SeqId) -> Vec<Ru
         cache.cell(section, stream, cell).unwrap().is_some_and(|(meta, _)| meta.seqs.contains(seq))
     };
     let n_kv = cache.n_kv(section, stream, 1).unwrap();
-    Run::of_sorted(&(0..n_kv).filter(holds).collect::<Vec<_>>())
+    let map = CellMap::of_cells(&(0..n_kv).filter(holds).collect::<Vec<_>>()).unwrap();
+    map.moves().iter().map(|m| Run { start: m.dst, len: m.len }).collect()
 }
 
 fn empty(engine: &mut Engine) {

@@ -445,11 +445,11 @@ pub extern "C" fn kvs_version() -> u32 {
         + part(env!("CARGO_PKG_VERSION_PATCH"))
 }
 
-fn flag(name: &str, value: u32) -> Result<bool> {
+pub(super) fn flag(name: &str, value: u32) -> Result<bool> {
     match value {
         0 => Ok(false),
         1 => Ok(true),
-        _ => Err(Error::arg(name, format!("{value}, only 0 and 1 have a meaning"))),
+        _ => Err(Error::arg(name, format!("{value}, it is 0 or 1"))),
     }
 }
 

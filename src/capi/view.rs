@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use super::context::{KVS_LEGACY_ROTATION_UNSTATED, legacy_rotation};
+use super::context::{KVS_LEGACY_ROTATION_UNSTATED, flag, legacy_rotation};
 use super::handle::string;
 use super::params::{self, Params};
 use super::state::flags_of;
@@ -377,13 +377,6 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
 
 /// More than any model has: an `n_layer` beyond it was never set.
 const MAX_LAYER: u32 = 1 << 16;
-
-fn flag(field: &str, value: u32) -> Result<bool> {
-    match value {
-        0 | 1 => Ok(value == 1),
-        _ => Err(Error::arg(field, format!("{value}, it is 0 or 1"))),
-    }
-}
 
 /// Stands for the layers until they are known.
 fn no_layer() -> LayerParams {

@@ -37,8 +37,8 @@ pub struct CellMeta {
 /// The cells of one stream.
 ///
 /// Operations cost what the sequences that they touch hold, whatever the size of the stream. Only a search for cells
-/// walks it: by the holes and the used cells between them, or where
-/// there is no sliding window by the holes alone and in steps of up to 4,096 cells.
+/// walks it: by the holes and the used cells between them, or where there is no sliding window by the holes alone and
+/// in steps of up to 4,096 cells.
 ///
 /// 1,024 cells take 8,480 bytes, 8.3 each: position, number of the set of sequences, and a bit in each of two bitmaps
 /// of two levels. Each sequence that a cell belongs to adds 8 in its index, whose capacity doubles as it grows. Ext

@@ -190,7 +190,7 @@ impl Work {
     /// The calls of a remote tensor's owner come from the thread that calls.
     fn new(total: u64, is_remote: bool, threads: Threads) -> Self {
         let worth = usize::try_from(total / THREAD_MIN).unwrap_or(usize::MAX);
-        let threads = if is_remote || worth <= 1 { 1 } else { threads.count().min(worth).max(1) };
+        let threads = if is_remote || worth <= 1 { 1 } else { threads.count().min(worth) };
         Self { total, threads, how: How { kernels: Kernels::get(), streams: total >= STREAM_MIN } }
     }
 

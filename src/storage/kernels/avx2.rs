@@ -11,22 +11,17 @@ use super::{AHEAD, Block, Kernels, plain, prefetch};
 pub(super) static KERNELS: Kernels = Kernels {
     name: "avx2",
     stream,
-    compress: [compress_1, compress_2, compress_4],
-    compress_stream: [compress_1, compress_2, compress_4],
+    compress: [compress::<1>, compress::<2>, compress::<4>],
+    compress_stream: [compress::<1>, compress::<2>, compress::<4>],
     expand: [plain::expand::<1>, plain::expand::<2>, plain::expand::<4>],
 };
 
 /// Bytes of a step: two cache lines, each written whole.
 const STEP: usize = 128;
 
-unsafe fn stream(from: *const u8, to: *mut u8, n: usize) {
-    // SAFETY: by contract.
-    unsafe { stream_run(from, to, n) };
-}
-
 #[target_feature(enable = "avx2")]
 #[expect(clippy::cast_ptr_alignment, reason = "loads need none; the head aligns the stores")]
-unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
+unsafe fn stream(mut from: *const u8, mut to: *mut u8, mut left: usize) {
     // Shorter runs are mostly head and tail.
     if left < 2 * STEP {
         // SAFETY: by contract.
@@ -54,21 +49,6 @@ unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
         }
         from.copy_to_nonoverlapping(to, left);
     }
-}
-
-unsafe fn compress_1(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress::<1>(plane, kv_size, blocks, blob) };
-}
-
-unsafe fn compress_2(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress::<2>(plane, kv_size, blocks, blob) };
-}
-
-unsafe fn compress_4(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress::<4>(plane, kv_size, blocks, blob) };
 }
 
 #[target_feature(enable = "avx2,popcnt")]

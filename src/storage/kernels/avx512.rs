@@ -23,15 +23,10 @@ pub(super) static KERNELS: Kernels = Kernels {
 /// Bytes of a step: four cache lines.
 const STEP: usize = 256;
 
-unsafe fn stream(from: *const u8, to: *mut u8, n: usize) {
-    // SAFETY: by contract.
-    unsafe { stream_run(from, to, n) };
-}
-
 #[target_feature(enable = "avx512f,avx512bw,bmi2")]
 #[expect(clippy::cast_ptr_alignment, reason = "loads need none; the head aligns the stores")]
 #[expect(clippy::cast_possible_truncation, reason = "at most 64")]
-unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
+unsafe fn stream(mut from: *const u8, mut to: *mut u8, mut left: usize) {
     // Shorter runs are mostly head and tail.
     if left < 128 {
         // SAFETY: by contract.
@@ -71,7 +66,7 @@ unsafe fn stream_run(mut from: *const u8, mut to: *mut u8, mut left: usize) {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
-unsafe fn compress_each_1(plane: *const u8, blocks: &[Block], blob: *mut u8) {
+unsafe fn compress_1(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
     for block in blocks {
         let from = plane.wrapping_add(block.cell as usize);
         let to = blob.wrapping_add(block.blob as usize);
@@ -84,14 +79,9 @@ unsafe fn compress_each_1(plane: *const u8, blocks: &[Block], blob: *mut u8) {
     }
 }
 
-unsafe fn compress_1(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress_each_1(plane, blocks, blob) };
-}
-
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
 #[expect(clippy::cast_possible_truncation, reason = "half a mask at a time")]
-unsafe fn compress_each_2(plane: *const u8, blocks: &[Block], blob: *mut u8) {
+unsafe fn compress_2(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
     for block in blocks {
         let from = plane.wrapping_add(2 * block.cell as usize);
         let to = blob.wrapping_add(2 * block.blob as usize);
@@ -108,14 +98,9 @@ unsafe fn compress_each_2(plane: *const u8, blocks: &[Block], blob: *mut u8) {
     }
 }
 
-unsafe fn compress_2(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress_each_2(plane, blocks, blob) };
-}
-
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
 #[expect(clippy::cast_possible_truncation, reason = "a quarter of a mask at a time")]
-unsafe fn compress_each_4(plane: *const u8, blocks: &[Block], blob: *mut u8) {
+unsafe fn compress_4(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
     for block in blocks {
         let mut from = plane.wrapping_add(4 * block.cell as usize);
         let mut to = blob.wrapping_add(4 * block.blob as usize);
@@ -133,13 +118,8 @@ unsafe fn compress_each_4(plane: *const u8, blocks: &[Block], blob: *mut u8) {
     }
 }
 
-unsafe fn compress_4(plane: *const u8, _kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress_each_4(plane, blocks, blob) };
-}
-
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,bmi2,popcnt")]
-unsafe fn expand_each_1(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+unsafe fn expand_1(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     for block in blocks {
         let to = plane.wrapping_add(block.cell as usize);
         prefetch(to.wrapping_add(AHEAD), 64);
@@ -152,14 +132,9 @@ unsafe fn expand_each_1(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     }
 }
 
-unsafe fn expand_1(plane: *mut u8, blocks: &[Block], blob: *const u8) {
-    // SAFETY: by contract.
-    unsafe { expand_each_1(plane, blocks, blob) };
-}
-
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,bmi2,popcnt")]
 #[expect(clippy::cast_possible_truncation, reason = "half a mask at a time")]
-unsafe fn expand_each_2(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+unsafe fn expand_2(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     for block in blocks {
         let mut to = plane.wrapping_add(2 * block.cell as usize);
         let mut from = blob.wrapping_add(2 * block.blob as usize);
@@ -177,14 +152,9 @@ unsafe fn expand_each_2(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     }
 }
 
-unsafe fn expand_2(plane: *mut u8, blocks: &[Block], blob: *const u8) {
-    // SAFETY: by contract.
-    unsafe { expand_each_2(plane, blocks, blob) };
-}
-
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,bmi2,popcnt")]
 #[expect(clippy::cast_possible_truncation, reason = "a quarter of a mask at a time")]
-unsafe fn expand_each_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
+unsafe fn expand_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     for block in blocks {
         let mut to = plane.wrapping_add(4 * block.cell as usize);
         let mut from = blob.wrapping_add(4 * block.blob as usize);
@@ -203,33 +173,17 @@ unsafe fn expand_each_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
     }
 }
 
-unsafe fn expand_4(plane: *mut u8, blocks: &[Block], blob: *const u8) {
-    // SAFETY: by contract.
-    unsafe { expand_each_4(plane, blocks, blob) };
-}
-
 /// Compresses like the kernels above, with stores past the cache: a line is put together in a register, so that it is
 /// written whole and once. The parts of lines at both ends are written through the cache.
 ///
 /// `$mask` has a bit for each of the elements of a register, which are `$size` bytes.
 macro_rules! compress_stream {
-    ($name:ident, $each:ident, $through_cache:ident, $size:literal, $mask:ty, $word:ty,
+    ($name:ident, $through_cache:ident, $size:literal, $mask:ty, $word:ty,
      $load:ident, $compress:ident, $permute:ident, $sub:ident, $set:ident, $blend:ident, $store:ident) => {
-        unsafe fn $name(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
-            // SAFETY: by contract.
-            unsafe {
-                if blob.addr().is_multiple_of($size) {
-                    $each(plane, blocks, blob);
-                } else {
-                    $through_cache(plane, kv_size, blocks, blob);
-                }
-            }
-        }
-
         #[target_feature(enable = "avx512f,avx512bw,avx512vbmi,avx512vbmi2,popcnt")]
         #[expect(clippy::cast_possible_truncation, reason = "part of a mask")]
         #[allow(clippy::cast_possible_wrap, clippy::unnecessary_cast, reason = "one body for three widths")]
-        unsafe fn $each(plane: *const u8, blocks: &[Block], blob: *mut u8) {
+        unsafe fn $name(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
             const LANES: usize = 64 / $size;
             static LANE: [$word; LANES] = {
                 let mut lanes = [0; LANES];
@@ -240,6 +194,11 @@ macro_rules! compress_stream {
                 }
                 lanes
             };
+            if !blob.addr().is_multiple_of($size) {
+                // SAFETY: by contract.
+                unsafe { $through_cache(plane, kv_size, blocks, blob) };
+                return;
+            }
             let Some(first) = blocks.first() else { return };
             let to = blob.wrapping_add($size * first.blob as usize);
             // The first lanes of the first line are not ours.
@@ -295,7 +254,6 @@ fn load_lanes<T>(lanes: &T) -> __m512i {
 
 compress_stream!(
     compress_stream_1,
-    compress_stream_each_1,
     compress_1,
     1,
     u64,
@@ -310,7 +268,6 @@ compress_stream!(
 );
 compress_stream!(
     compress_stream_2,
-    compress_stream_each_2,
     compress_2,
     2,
     u32,
@@ -325,7 +282,6 @@ compress_stream!(
 );
 compress_stream!(
     compress_stream_4,
-    compress_stream_each_4,
     compress_4,
     4,
     u16,

@@ -10,25 +10,10 @@ use super::{Block, Kernels, plain};
 pub(super) static KERNELS: Kernels = Kernels {
     name: "neon",
     stream: plain::copy_run,
-    compress: [compress_1, compress_2, compress_4],
-    compress_stream: [compress_1, compress_2, compress_4],
+    compress: [compress::<1>, compress::<2>, compress::<4>],
+    compress_stream: [compress::<1>, compress::<2>, compress::<4>],
     expand: [plain::expand::<1>, plain::expand::<2>, plain::expand::<4>],
 };
-
-unsafe fn compress_1(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress::<1>(plane, kv_size, blocks, blob) };
-}
-
-unsafe fn compress_2(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress::<2>(plane, kv_size, blocks, blob) };
-}
-
-unsafe fn compress_4(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
-    // SAFETY: by contract.
-    unsafe { compress::<4>(plane, kv_size, blocks, blob) };
-}
 
 #[target_feature(enable = "neon")]
 unsafe fn compress<const SIZE: usize>(plane: *const u8, kv_size: u32, blocks: &[Block], blob: *mut u8) {
