@@ -234,6 +234,10 @@ fn every_status_constant_of_the_header_is_the_number_of_a_status() {
         S::Internal,
         S::Callback,
         S::Cancelled,
+        S::NoCuda,
+        S::NoDevice,
+        S::DriverTooOld,
+        S::Device,
     ];
     let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
     let in_header: BTreeMap<&str, i32> = header

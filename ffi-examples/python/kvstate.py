@@ -47,6 +47,8 @@ class _LayerParams(C.Structure):
         ("v_cell_stride", C.c_uint64),
         ("v_channel_stride", C.c_uint64),
         ("v_stream_stride", C.c_uint64),
+        ("device", C.c_int32),
+        ("reserved", C.c_uint32),
     ]
 
 
@@ -95,7 +97,8 @@ class _ContextParams(C.Structure):
         ("shift_by_engine", C.c_uint32),
         ("max_masked_cells", C.c_uint32),
         ("unsynced_files", C.c_uint32),
-        ("reserved", C.c_uint32),
+        ("n_staging", C.c_uint32),
+        ("staging_size", C.c_uint64),
     ]
 
 

@@ -1,12 +1,12 @@
 //! Creating and freeing contexts.
 
 use std::ffi::{c_char, c_void};
-use std::ops::ControlFlow;
 use std::ptr;
 
 use super::handle::{free_handle, into_handle, kvs_context, out, string, with_context, with_context_mut};
 use super::params::{self, Params};
 use super::status::{kvs_status, status_of, value_or};
+use super::transfer_params::UserData;
 use super::{KVS_DEVICE_HOST, kvs_pos};
 use crate::context::{Context, ContextParams, PendingShift, Shift};
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::memory::{
     KvMemory, KvParams, KvPlanes, LayerParams, LegacyRotation, SectionParams, Streams, TensorParams,
     swa_kv_size,
 };
-use crate::storage::{Plane, PlaneShape, Progress, ProgressCallback, StagingParams, Threads};
+use crate::storage::{Plane, PlaneShape, StagingParams, Threads};
 use crate::types::{Swa, SwaType};
 
 /// Type numbers of ggml that K and V may have; any other number of ggml's is accepted for its size.
@@ -190,30 +190,6 @@ pub struct kvs_context_params {
     pub staging_size: u64,
 }
 
-/// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
-/// save, the state's or its tensors' in a load, never 0. done never decreases, and is total once, at the end; how often
-/// it is told differs. Returns 0 to go on; anything else cancels, at the end too, and the call fails with
-/// KVS_STATUS_CANCELLED. It must not call the library with the same handle, and must not throw or unwind.
-pub type kvs_progress_callback =
-    Option<unsafe extern "C" fn(user_data: *mut c_void, done: u64, total: u64) -> i32>;
-
-/// How bytes are moved. Fill with kvs_transfer_params_init first.
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub struct kvs_transfer_params {
-    /// sizeof(kvs_transfer_params), set by the init call.
-    pub struct_size: usize,
-    /// Threads that copy, the caller's included; 0 (by default): the cores, at most 4. A small state takes fewer;
-    /// tensors that are reached through callbacks, and a file that is saved, take one.
-    pub n_threads: u32,
-    /// 0.
-    pub reserved: u32,
-    /// Called while a file is saved or loaded; NULL: nobody is.
-    pub progress: kvs_progress_callback,
-    /// For progress.
-    pub progress_user_data: *mut c_void,
-}
-
 // SAFETY: repr(C), struct_size first, integers and raw pointers only.
 unsafe impl Params for kvs_kv_layer_params {
     const NAME: &'static str = "kvs_kv_layer_params";
@@ -297,22 +273,6 @@ unsafe impl Params for kvs_context_params {
     }
 }
 
-// SAFETY: repr(C), struct_size first, integers, raw pointers and a nullable function pointer only.
-unsafe impl Params for kvs_transfer_params {
-    const NAME: &'static str = "kvs_transfer_params";
-    const MIN_SIZE: usize = size_of::<Self>();
-
-    fn defaults() -> Self {
-        Self {
-            struct_size: 0,
-            n_threads: 0,
-            reserved: 0,
-            progress: None,
-            progress_user_data: ptr::null_mut(),
-        }
-    }
-}
-
 /// Fills the struct of struct_size bytes at params with defaults.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_kv_layer_params_init(
@@ -344,16 +304,6 @@ pub unsafe extern "C" fn kvs_section_params_init(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_context_params_init(
     params: *mut kvs_context_params,
-    struct_size: usize,
-) -> kvs_status {
-    // SAFETY: the contract of all calls.
-    status_of(|| unsafe { params::init(params, struct_size) })
-}
-
-/// Fills the struct of struct_size bytes at params with defaults.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvs_transfer_params_init(
-    params: *mut kvs_transfer_params,
     struct_size: usize,
 ) -> kvs_status {
     // SAFETY: the contract of all calls.
@@ -398,27 +348,6 @@ pub unsafe extern "C" fn kvs_set_legacy_rotation(ctx: *mut kvs_context, rotation
         let rotation = legacy_rotation(rotation)?;
         with_context_mut(ctx, |context| {
             context.set_legacy_rotation(rotation);
-            Ok(())
-        })
-    })
-}
-
-/// Says how the context moves bytes from now on.
-///
-/// A save that is cancelled leaves the file that was there. A load that is cancelled leaves the context as it was:
-/// where it has to overwrite cells that are in use, progress is called while the file is brought into memory, before the
-/// first change, and no more after that.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvs_set_transfer(
-    ctx: *mut kvs_context,
-    params: *const kvs_transfer_params,
-) -> kvs_status {
-    // SAFETY: the contract of all calls.
-    status_of(|| unsafe {
-        let (threads, progress) = transfer(&params::read(params)?)?;
-        with_context_mut(ctx, |context| {
-            context.set_threads(threads);
-            context.set_progress(progress);
             Ok(())
         })
     })
@@ -506,37 +435,6 @@ unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
         max_masked_cells: (params.max_masked_cells != u32::MAX).then_some(params.max_masked_cells),
         sync_files: !flag("unsynced_files", params.unsynced_files)?,
     })
-}
-
-/// What a callback gets back.
-struct UserData(*mut c_void);
-
-// SAFETY: the header lets a handle move between threads, and its callback with it.
-unsafe impl Send for UserData {}
-
-impl UserData {
-    fn get(&self) -> *mut c_void {
-        self.0
-    }
-}
-
-/// Threads and progress, for a context, a writer or a reader.
-pub(super) fn transfer(params: &kvs_transfer_params) -> Result<(Threads, Option<ProgressCallback>)> {
-    if params.reserved != 0 {
-        return Err(Error::arg("reserved", format!("{}, it is 0", params.reserved)));
-    }
-    let threads = Threads::new(params.n_threads as usize);
-    let user_data = UserData(params.progress_user_data);
-    let progress = params.progress.map(|callback| {
-        ProgressCallback::new(move |Progress { done, total }| {
-            // SAFETY: whoever set the callback vouches for it.
-            match unsafe { callback(user_data.get(), done, total) } {
-                0 => ControlFlow::Continue(()),
-                _ => ControlFlow::Break(()),
-            }
-        })
-    });
-    Ok((threads, progress))
 }
 
 fn shift(params: &kvs_context_params) -> Result<Shift> {

@@ -74,6 +74,19 @@ pub(super) unsafe fn read<T: Params>(params: *const T) -> Result<T> {
     Ok(value)
 }
 
+/// Writes the fields that the caller's struct has room for.
+pub(super) unsafe fn write<T: Params>(params: *mut T, value: T) -> Result<()> {
+    // SAFETY: the header demands a struct of struct_size bytes, which starts with that size.
+    let size = unsafe { params.cast::<usize>().read_unaligned() };
+    check_size::<T>(size)?;
+    // SAFETY: as above; both have that many bytes, and `value` has the size in its first field.
+    unsafe {
+        let bytes = params.cast::<u8>();
+        std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes, size.min(size_of::<T>()));
+    }
+    Ok(())
+}
+
 /// Reads the caller's array of structs; the first one's size is the stride of all.
 pub(super) unsafe fn read_array<T: Params>(name: &str, first: *const T, n: usize) -> Result<Vec<T>> {
     if n == 0 {

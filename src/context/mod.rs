@@ -15,7 +15,7 @@ use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
     KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, Scope, SectionParams, Streams, WriteParams,
 };
-use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source};
+use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source, TensorCopies};
 use crate::storage::{
     CallerStream, ProgressCallback, Staging, StagingParams, StagingReport, Threads, Transfer,
 };
@@ -110,6 +110,21 @@ impl std::fmt::Debug for Shift {
     }
 }
 
+/// Bytes of memory that a context has taken. Adopted memory is not counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryUsage {
+    /// K and V in host memory; pages that were never written are no memory yet.
+    pub kv_host: u64,
+    /// K and V in the memory of devices.
+    pub kv_device: u64,
+    /// Tensors of `ON_DEVICE` states in host memory.
+    pub device_states_host: u64,
+    /// Tensors of `ON_DEVICE` states in the memory of devices.
+    pub device_states_device: u64,
+    /// Staging buffers.
+    pub staging: StagingReport,
+}
+
 /// KV cache and states of a model's sequences. One call at a time; may move between threads.
 #[derive(Debug)]
 pub struct Context {
@@ -188,10 +203,23 @@ impl Context {
         self.transfer.clear_stream(device);
     }
 
-    /// Bytes that go between host and devices take at present.
+    /// The memory that the context has taken.
     #[must_use]
-    pub fn staging(&self) -> StagingReport {
-        self.transfer.staging.report()
+    pub fn memory_usage(&self) -> MemoryUsage {
+        let states = || self.device_states.values().map(DeviceState::tensors);
+        let device_states_device = states().map(TensorCopies::device_bytes).sum();
+        MemoryUsage {
+            kv_host: self.memory.allocated(|device| device.is_none()),
+            kv_device: self.memory.allocated(|device| device.is_some()),
+            device_states_host: states().map(TensorCopies::bytes).sum::<u64>() - device_states_device,
+            device_states_device,
+            staging: self.transfer.staging.report(),
+        }
+    }
+
+    /// Whether a save waits for the disk.
+    pub(crate) fn syncs_files(&self) -> bool {
+        self.sync_files
     }
 
     /// Calls `progress` while a file is saved or loaded, from now on.

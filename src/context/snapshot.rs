@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::format::{self, SEQ_BLOB_HEADER_LEN};
 use crate::memory::Scope;
 use crate::state::{self, RecordSink, Sink, SliceSink, Source};
-use crate::storage::{ProgressCallback, Transfer};
+use crate::storage::{ProgressCallback, Threads, Transfer};
 use crate::types::{SeqId, StateFlags};
 
 /// The state of a sequence, or of the whole context, at the time when it was taken.
@@ -47,6 +47,13 @@ impl Snapshot {
     #[must_use]
     pub fn device_bytes(&self) -> u64 {
         self.state.tensors().device_bytes()
+    }
+
+    /// The same snapshot, whose bytes are copied on this many threads.
+    #[must_use]
+    pub fn with_threads(mut self, threads: Threads) -> Self {
+        self.transfer.threads = threads;
+        self
     }
 
     fn header_len(&self) -> u64 {

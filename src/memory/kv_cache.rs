@@ -86,6 +86,20 @@ impl KvCache {
         on_device.filter_map(|plane| plane.shape().span(plane.kv_size())).sum()
     }
 
+    /// Bytes that were allocated where `on` says.
+    pub fn allocated(&self, on: impl Fn(Option<i32>) -> bool) -> u64 {
+        let KvPlanes { k, v } = &self.planes;
+        let ours =
+            k.iter().chain(v.iter().flatten()).filter(|plane| plane.is_allocated() && on(plane.device()));
+        ours.filter_map(|plane| plane.shape().span(plane.kv_size())).sum()
+    }
+
+    /// K or V of a layer, to be written; the indices must be in range.
+    pub fn plane_mut(&mut self, stream: usize, layer: usize, is_v: bool) -> Option<&mut Plane> {
+        let at = stream * self.geometry.n_layer() + layer;
+        if is_v { self.planes.v[at].as_mut() } else { Some(&mut self.planes.k[at]) }
+    }
+
     /// Empties every cell.
     pub fn forget(&mut self) {
         self.cells.iter_mut().for_each(Cells::clear);
@@ -240,9 +254,12 @@ fn allocate(geometry: &Geometry, devices: &[Option<i32>]) -> Result<KvPlanes> {
                 None => Plane::allocate(&shapes, geometry.kv_size)?,
             }
             .into_iter();
-            here.iter().for_each(|&layer| k[layer] = allocated.next());
-            let with_v = here.iter().filter(|&&layer| geometry.v[layer].is_some());
-            with_v.for_each(|&layer| v[layer] = allocated.next());
+            for &layer in &here {
+                k[layer] = allocated.next();
+            }
+            for &layer in here.iter().filter(|&&layer| geometry.v[layer].is_some()) {
+                v[layer] = allocated.next();
+            }
         }
         planes.k.extend(k.into_iter().flatten());
         planes.v.extend(v);

@@ -109,6 +109,11 @@ impl Memory {
         self.kv_caches().map(KvCache::device_bytes).sum()
     }
 
+    /// Bytes that were allocated where `on` says.
+    pub fn allocated(&self, on: impl Fn(Option<i32>) -> bool) -> u64 {
+        self.kv_caches().map(|kv| kv.allocated(&on)).sum()
+    }
+
     pub fn streams(&self) -> Streams {
         self.streams
     }

@@ -103,7 +103,7 @@ impl Device {
                 let name = kernel.name().as_ptr();
                 // SAFETY: as above, and the module was loaded.
                 unsafe {
-                    bound.driver().module_get_function(self.ordinal, &raw mut function.0, module, name)?
+                    bound.driver().module_get_function(self.ordinal, &raw mut function.0, module, name)?;
                 };
             }
             new_stream(&bound)

@@ -62,18 +62,12 @@ impl CallerStream {
 }
 
 /// How large staging buffers are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StagingParams {
     /// Bytes of a buffer; 0: 32 MiB.
     pub size: u64,
     /// Pinned buffers, at least 2; 0: 4. On the device there are 2 of the same size.
     pub count: usize,
-}
-
-impl Default for StagingParams {
-    fn default() -> Self {
-        Self { size: 0, count: 0 }
-    }
 }
 
 /// Bytes that staging takes at present.
@@ -114,6 +108,16 @@ impl Staging {
     #[must_use]
     pub fn report(&self) -> StagingReport {
         *self.lock_report()
+    }
+
+    /// Frees the buffers that are not in use; they come again when they are needed.
+    pub fn free(&self) {
+        let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut report = self.lock_report();
+        for bytes in idle.iter().map(Lane::bytes) {
+            report.device -= bytes.device;
+            report.pinned -= bytes.pinned;
+        }
     }
 
     fn lock_report(&self) -> std::sync::MutexGuard<'_, StagingReport> {

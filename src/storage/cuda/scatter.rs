@@ -138,7 +138,7 @@ fn fill_buffer(
         buffer = rest;
         match srcs[piece.part] {
             TensorBytes::Memory(bytes) => {
-                copies.push((out, &bytes[to_usize(piece.start)?..][..to_usize(piece.len)?]))
+                copies.push((out, &bytes[to_usize(piece.start)?..][..to_usize(piece.len)?]));
             }
             ref src => src.read(piece.start, out)?,
         }
@@ -200,14 +200,18 @@ pub(in crate::storage) fn copy_cells(
     transfer: &Transfer,
 ) -> Result<()> {
     in_place(pairs.first().map(|(dst, _)| &dst.device), transfer, |table, group| {
-        pairs.iter().for_each(|(dst, src)| table.copy(group, &dst.grid, &src.grid, map));
+        for (dst, src) in pairs {
+            table.copy(group, &dst.grid, &src.grid, map);
+        }
     })
 }
 
 /// Zeroes the cells of planes of one device that their maps name; the caller's stream waits for it.
 pub(in crate::storage) fn zero_cells(parts: &[(&DevicePlane, &CellMap)], transfer: &Transfer) -> Result<()> {
     in_place(parts.first().map(|(plane, _)| &plane.device), transfer, |table, group| {
-        parts.iter().for_each(|(plane, map)| table.zero(group, &plane.grid, map));
+        for (plane, map) in parts {
+            table.zero(group, &plane.grid, map);
+        }
     })
 }
 
