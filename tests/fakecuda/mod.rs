@@ -84,7 +84,11 @@ impl FakeCuda {
             // SAFETY: as above; it holds nothing but a name for the other.
             let alias = unsafe { Library::open(Some(folder.join("libcuda.so")), RTLD_LAZY | RTLD_GLOBAL) };
             std::mem::forget(alias.expect("libcuda.so"));
-            let cuda = Self { library: library.expect("libcuda.so.1"), folder, kernels: kernels(&[]) };
+            let cuda = Self {
+                library: library.expect("libcuda.so.1"),
+                folder,
+                kernels: kernels(&repo("cuda/kv.cu")),
+            };
             cuda.set_kernels(&cuda.kernels);
             cuda
         })
@@ -281,7 +285,7 @@ const WATCHED: [&str; 4] = [
 fn driver() -> PathBuf {
     let sources = files(&sources().join("driver"), "cpp");
     let watched = [&sources[..], &files(&self::sources().join("driver"), "h"), &[abi()]].concat();
-    built("driver", &watched, &[], |dir| {
+    built("driver", &watched, |dir| {
         let objects = compile(dir, &sources.iter().map(|s| (s.clone(), vec!["-O1"])).collect::<Vec<_>>());
         let so = dir.join("libcuda.so.1");
         run(gpp().args(["-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-o"]).arg(&so).args(objects));
@@ -292,22 +296,26 @@ fn driver() -> PathBuf {
     })
 }
 
-/// The library of kernels; `defines` change cuda/kv.cu, for faults that a test plants.
-pub fn kernels(defines: &[&'static str]) -> PathBuf {
+/// The library of kernels of a source: cuda/kv.cu, or what a test makes of it.
+pub fn kernels(source: &Path) -> PathBuf {
     let dir = sources().join("kernels");
     let (kernels, grid) = (dir.join("kernels.cpp"), dir.join("grid.cpp"));
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kv.cu");
-    let watched = [kernels.clone(), grid.clone(), dir.join("shim.h"), abi(), source];
-    let folder = built("kernels", &watched, defines, |dir| {
-        let objects =
-            compile(dir, &[(kernels.clone(), [&WATCHED[..], defines].concat()), (grid.clone(), vec!["-O2"])]);
+    let watched = [kernels.clone(), grid.clone(), dir.join("shim.h"), abi(), source.to_owned()];
+    let define = format!("-DKERNEL_SOURCE=\"{}\"", source.display());
+    let folder = built("kernels", &watched, |dir| {
+        let kernel_flags = [&WATCHED[..], &[&define]].concat();
+        let objects = compile(dir, &[(kernels.clone(), kernel_flags), (grid.clone(), vec!["-O2"])]);
         run(gpp().args(["-shared", "-pthread", "-o"]).arg(dir.join("libkernels.so")).args(objects));
     });
     folder.join("libkernels.so")
 }
 
+fn repo(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
 fn sources() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fakecuda")
+    repo("tests/fakecuda")
 }
 
 fn abi() -> PathBuf {
@@ -324,9 +332,9 @@ fn files(dir: &Path, extension: &str) -> Vec<PathBuf> {
 
 /// The folder that `build` has filled once for these sources. Complete when it is there: test processes that build
 /// it side by side do so in folders of their own, and one of them gets the name.
-fn built(name: &str, sources: &[PathBuf], flags: &[&str], build: impl FnOnce(&Path)) -> PathBuf {
+fn built(name: &str, sources: &[PathBuf], build: impl FnOnce(&Path)) -> PathBuf {
     let mut hasher = DefaultHasher::new();
-    (CPP, WATCHED, flags).hash(&mut hasher);
+    (CPP, WATCHED).hash(&mut hasher);
     for source in sources {
         fs::read(source).unwrap_or_else(|error| panic!("{}: {error}", source.display())).hash(&mut hasher);
     }

@@ -11,7 +11,8 @@
 namespace {
 
 constexpr size_t PAGE = 4096;
-constexpr size_t ARENA_BYTES = size_t(1) << 40;
+// All that a process may ever allocate on a device; sanitizers leave no room for much more.
+constexpr size_t ARENA_BYTES = size_t(256) << 30;
 constexpr size_t DEFAULT_LIMIT = size_t(8) << 30;
 constexpr unsigned char POISON = 0xCD;
 
@@ -37,13 +38,17 @@ Arena::Arena() : limit(DEFAULT_LIMIT), file_(memfd_create("fakecuda", MFD_CLOEXE
     device_ = {map_file(file_, PROT_NONE), ARENA_BYTES};
     view_ = reinterpret_cast<char *>(map_file(file_, PROT_READ | PROT_WRITE));
     next_ = device_.start + PAGE;
+    opened_ = device_.start;
 }
 
 CUresult Arena::allocate(size_t bytes, bool ready, CUdeviceptr *ptr) {
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     const size_t span = whole_pages(bytes) + PAGE;
-    const size_t left = device_.bytes - (next_ - device_.start);
-    if (bytes > limit || live_bytes_ > limit - bytes || span > left) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (bytes > limit || live_bytes_ > limit - bytes) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (span + PAGE > device_.bytes - (next_ - device_.start)) {
+        fprintf(stderr, "fakecuda: every address of the device has been used\n");
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
     // 256 bytes are what the real driver aligns to; more would hide code that counts on more.
     const uintptr_t start = next_ + 256;
     next_ += span + PAGE;
@@ -93,12 +98,16 @@ std::optional<Range> Arena::usable(Range range) const {
     return Range{found->first, found->second.bytes};
 }
 
-void Arena::open() const {
+void Arena::open() {
+    if (opened_ == next_) return;
     mprotect(reinterpret_cast<void *>(device_.start), next_ - device_.start, PROT_READ | PROT_WRITE);
+    opened_ = next_;
 }
 
-void Arena::close() const {
-    mprotect(reinterpret_cast<void *>(device_.start), next_ - device_.start, PROT_NONE);
+void Arena::close() {
+    if (opened_ == device_.start) return;
+    mprotect(reinterpret_cast<void *>(device_.start), opened_ - device_.start, PROT_NONE);
+    opened_ = device_.start;
 }
 
 CUresult Pinned::allocate(size_t bytes, void **ptr) {

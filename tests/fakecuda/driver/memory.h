@@ -42,8 +42,9 @@ class Arena {
     // Where the driver reads and writes what the device has at this address.
     char *view(uintptr_t address) const { return view_ + (address - device_.start); }
 
-    void open() const;
-    void close() const;
+    // For the device, until it has nothing to do.
+    void open();
+    void close();
 
     size_t limit;
     size_t live_bytes() const { return live_bytes_; }
@@ -62,6 +63,8 @@ class Arena {
     Range device_;
     char *view_;
     uintptr_t next_;
+    // How far the device's view is readable.
+    uintptr_t opened_;
     Allocations allocations_;
     size_t live_bytes_ = 0;
     size_t live_count_ = 0;
