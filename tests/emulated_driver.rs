@@ -269,6 +269,41 @@ fn a_driver_without_a_device_says_so() {
 }
 
 #[test]
+fn a_device_has_the_attributes_that_a_test_gives_it() {
+    let devices = Devices::lazy();
+    let attribute = |which| made!(cuDeviceGetAttribute, 0, which, 1);
+    let major = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    let minor = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
+    let pools = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+    assert_eq!([major, minor, pools].map(attribute), [9, 0, 1]);
+    devices.cuda.set("cc", 75);
+    devices.cuda.set("pools", 0);
+    let other = [major, minor, pools].map(attribute);
+    let mut ptr = 0;
+    let refused = code!(cuMemAllocAsync(&raw mut ptr, 16, null_mut()));
+    devices.cuda.set("cc", 90);
+    devices.cuda.set("pools", 1);
+    assert_eq!(other, [7, 5, 0]);
+    assert_eq!(refused, CUresult::CUDA_ERROR_NOT_SUPPORTED as i32);
+}
+
+#[test]
+fn a_stream_knows_its_context_and_memory_its_range() {
+    let devices = Devices::lazy();
+    devices.select(1);
+    let (stream, ptr) = (stream(), alloc(100));
+    devices.select(0);
+    let mut context = null_mut();
+    ok!(cuStreamGetCtx(stream, &raw mut context));
+    assert_eq!(context, devices.contexts[1]);
+    let (mut start, mut bytes) = (0, 0);
+    ok!(cuMemGetAddressRange_v2(&raw mut start, &raw mut bytes, ptr + 99));
+    assert_eq!((start, bytes), (ptr, 100));
+    ok!(cuStreamDestroy_v2(stream));
+    ok!(cuMemFree_v2(ptr));
+}
+
+#[test]
 fn destroyed_handles_are_refused() {
     let _devices = Devices::lazy();
     let (stream, event, module) = (stream(), event(), module(PTX));

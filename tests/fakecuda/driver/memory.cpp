@@ -38,7 +38,6 @@ Arena::Arena() : limit(DEFAULT_LIMIT), file_(memfd_create("fakecuda", MFD_CLOEXE
     device_ = {map_file(file_, PROT_NONE), ARENA_BYTES};
     view_ = reinterpret_cast<char *>(map_file(file_, PROT_READ | PROT_WRITE));
     next_ = device_.start + PAGE;
-    opened_ = device_.start;
 }
 
 CUresult Arena::allocate(size_t bytes, bool ready, CUdeviceptr *ptr) {
@@ -98,16 +97,32 @@ std::optional<Range> Arena::usable(Range range) const {
     return Range{found->first, found->second.bytes};
 }
 
+// Allocations with what lies between neighbours: one change of protection for many of them, and none for the addresses
+// of memory that is long gone.
+std::vector<Range> Arena::live_runs() const {
+    constexpr size_t NEAR = size_t(2) << 20;
+    std::vector<Range> runs;
+    for (const auto &[start, allocation] : allocations_) {
+        const uintptr_t first = start / PAGE * PAGE;
+        const uintptr_t end = first + whole_pages(start - first + allocation.bytes);
+        if (runs.empty() || first - (runs.back().start + runs.back().bytes) > NEAR) runs.push_back({first, 0});
+        runs.back().bytes = end - runs.back().start;
+    }
+    return runs;
+}
+
 void Arena::open() {
-    if (opened_ == next_) return;
-    mprotect(reinterpret_cast<void *>(device_.start), next_ - device_.start, PROT_READ | PROT_WRITE);
-    opened_ = next_;
+    if (opened_until_ == next_) return;
+    close();
+    opened_ = live_runs();
+    opened_until_ = next_;
+    for (const Range &run : opened_) mprotect(reinterpret_cast<void *>(run.start), run.bytes, PROT_READ | PROT_WRITE);
 }
 
 void Arena::close() {
-    if (opened_ == device_.start) return;
-    mprotect(reinterpret_cast<void *>(device_.start), opened_ - device_.start, PROT_NONE);
-    opened_ = device_.start;
+    for (const Range &run : opened_) mprotect(reinterpret_cast<void *>(run.start), run.bytes, PROT_NONE);
+    opened_.clear();
+    opened_until_ = 0;
 }
 
 CUresult Pinned::allocate(size_t bytes, void **ptr) {
