@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::missing_panics_doc, reason = "tests")]
 
-use std::ffi::{CString, c_char, c_int, c_uint};
+use std::ffi::{CString, OsStr, c_char, c_int, c_uint};
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Deref;
@@ -260,9 +260,9 @@ fn c_string(text: &str) -> CString {
 
 // Building
 
-const CPP: [&str; 12] = [
+const CPP: [&str; 11] = [
     "-std=c++17",
-    "-g",
+    "-g1",
     "-fPIC",
     "-fvisibility=hidden",
     "-pthread",
@@ -273,7 +273,6 @@ const CPP: [&str; 12] = [
     "-Werror",
     // A fault leaves the stack of a barrier kernel by longjmp, which the checked one refuses.
     "-U_FORTIFY_SOURCE",
-    "-c",
 ];
 /// Calls a hook of kernels/grid.cpp at every access to memory. Loops stay loops, so that each access is one.
 const WATCHED: [&str; 4] = [
@@ -288,9 +287,15 @@ fn driver() -> PathBuf {
     let sources = files(&sources().join("driver"), "cpp");
     let watched = [&sources[..], &files(&self::sources().join("driver"), "h"), &[abi()]].concat();
     built("driver", &watched, |dir| {
-        let objects = compile(dir, &sources.iter().map(|s| (s.clone(), vec!["-O1"])).collect::<Vec<_>>());
         let so = dir.join("libcuda.so.1");
-        run(gpp().args(["-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-o"]).arg(&so).args(objects));
+        // One translation unit: most of the time goes into the standard headers.
+        let included = sources.iter().flat_map(|source| [OsStr::new("-include"), source.as_os_str()]);
+        run(gpp()
+            .args(CPP)
+            .args(["-O1", "-shared", "-Wl,-soname,libcuda.so.1", "-o"])
+            .arg(&so)
+            .args(included)
+            .args(["-x", "c++", "/dev/null"]));
         // The name that is looked for first; all that it holds is the need for the other.
         run(gpp()
             .args(["-shared", "-Wl,-soname,libcuda.so", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-o"])
@@ -336,7 +341,7 @@ fn files(dir: &Path, extension: &str) -> Vec<PathBuf> {
 /// it side by side do so in folders of their own, and one of them gets the name.
 fn built(name: &str, sources: &[PathBuf], build: impl FnOnce(&Path)) -> PathBuf {
     let mut hasher = DefaultHasher::new();
-    (CPP, WATCHED).hash(&mut hasher);
+    include_str!("mod.rs").hash(&mut hasher);
     for source in sources {
         fs::read(source).unwrap_or_else(|error| panic!("{}: {error}", source.display())).hash(&mut hasher);
     }
@@ -363,7 +368,7 @@ fn compile(dir: &Path, sources: &[(PathBuf, Vec<&str>)]) -> Vec<PathBuf> {
             .iter()
             .map(|(source, flags)| {
                 let out = object(source);
-                scope.spawn(move || run(gpp().args(CPP).args(flags).arg(source).arg("-o").arg(out)))
+                scope.spawn(move || run(gpp().args(CPP).arg("-c").args(flags).arg(source).arg("-o").arg(out)))
             })
             .collect();
         for job in jobs {
