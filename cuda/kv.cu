@@ -50,6 +50,24 @@ static __device__ __forceinline__ void copy_row(u8 * dst, const u8 * src, u32 n,
     }
 }
 
+template <typename T>
+static __device__ __forceinline__ void zero_as(u8 * dst, u32 n, u32 lane, u32 n_lane) {
+    for (u32 i = lane; i < n / (u32) sizeof(T); i += n_lane) {
+        ((T *) dst)[i] = T();
+    }
+}
+
+static __device__ __forceinline__ void zero_row(u8 * dst, u32 n, u32 lane, u32 n_lane) {
+    const u64 bits = (u64) dst | n;
+    if ((bits & 15) == 0) {
+        zero_as<uint4>(dst, n, lane, n_lane);
+    } else if ((bits & 1) == 0) {
+        zero_as<u16>(dst, n, lane, n_lane);
+    } else {
+        zero_as<u8>(dst, n, lane, n_lane);
+    }
+}
+
 // Any elements, a warp for each.
 // moves: [gridDim.y]. grid: x = elements, any number of blocks; y = moves. block: a multiple of 32.
 extern "C" __global__ void kv_move_rows(const KvMove * moves) {
@@ -94,8 +112,6 @@ extern "C" __global__ void kv_zero(const KvMove * moves) {
         const u64 channel = m.n_channel == 1 ? 0 : row / m.n_cells;
         const u32 i = (u32) (row - channel * m.n_cells);
         u8 * dst = (u8 *) m.dst + channel * m.dst_channel_stride + cell_of(m.dst_cells, i) * m.dst_cell_stride;
-        for (u32 b = threadIdx.x % 32; b < m.elem_size; b += 32) {
-            dst[b] = 0;
-        }
+        zero_row(dst, m.elem_size, threadIdx.x % 32, 32);
     }
 }

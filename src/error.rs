@@ -49,8 +49,16 @@ pub enum Status {
     Internal = 17,
     /// A call into the caller failed.
     Callback = 18,
-    /// The progress callback asked for an end.
+    /// The progress callback, or the caller of a background save, asked for an end.
     Cancelled = 19,
+    /// There is no CUDA driver that can be used, or this build has no CUDA.
+    NoCuda = 20,
+    /// There is no device of that number.
+    NoDevice = 21,
+    /// The driver is older than the kernels need.
+    DriverTooOld = 22,
+    /// A call of the device's driver failed.
+    Device = 23,
 }
 
 /// Everything that can go wrong. Each message names the field and both values.
@@ -279,6 +287,40 @@ pub enum Error {
         /// Bytes to move.
         total: u64,
     },
+    /// CUDA that cannot be used.
+    #[error("CUDA cannot be used: {reason}")]
+    NoCuda {
+        /// Why.
+        reason: String,
+    },
+    /// A device that is not there.
+    #[error("no CUDA device {device}: {n_device} can be used")]
+    NoDevice {
+        /// Its number.
+        device: i32,
+        /// Devices that are there.
+        n_device: i32,
+    },
+    /// A driver that does not know the kernels' language.
+    #[error("the CUDA driver is too old: it is of CUDA {driver}, {need} is needed")]
+    DriverTooOld {
+        /// Version of CUDA that the driver is of.
+        driver: String,
+        /// Version that is needed.
+        need: &'static str,
+    },
+    /// A call of the device's driver that failed.
+    #[error("{call} on device {device}: {name} ({code})")]
+    Device {
+        /// Which call; a failure of work that was queued earlier may be told by a later one.
+        call: &'static str,
+        /// Number of the device, -1 if the call is about none.
+        device: i32,
+        /// The driver's name for the failure.
+        name: String,
+        /// Its number.
+        code: u32,
+    },
     /// A caught panic.
     #[error("internal error: {0}")]
     Internal(String),
@@ -321,6 +363,10 @@ impl Error {
             Self::OutOfMemory { .. } => Status::OutOfMemory,
             Self::Callback { .. } => Status::Callback,
             Self::Cancelled { .. } => Status::Cancelled,
+            Self::NoCuda { .. } => Status::NoCuda,
+            Self::NoDevice { .. } => Status::NoDevice,
+            Self::DriverTooOld { .. } => Status::DriverTooOld,
+            Self::Device { .. } => Status::Device,
             Self::Internal(_) => Status::Internal,
         }
     }

@@ -71,7 +71,7 @@
 //!
 //! ```
 //! use kvstate::format::GgmlType;
-//! use kvstate::memory::{KvParams, KvPlanes, LayerParams, SectionParams, TensorParams};
+//! use kvstate::memory::{KvMemory, KvParams, KvPlanes, LayerParams, SectionParams, TensorParams};
 //! use kvstate::storage::{Plane, PlaneShape};
 //! use kvstate::{Context, ContextParams};
 //!
@@ -94,7 +94,7 @@
 //!         v: vec![Some(Plane::adopt(v.as_mut_ptr().cast(), KV_SIZE, PlaneShape::dense_channels(16, 4, KV_SIZE))?)],
 //!     }
 //! };
-//! let section = SectionParams::Kv { kv: params, planes: Some(planes) };
+//! let section = SectionParams::Kv { kv: params, memory: KvMemory::Adopted(planes) };
 //! let mut context = Context::new(ContextParams::new(1, vec![section]))?;
 //! context.clear(true)?;
 //! # drop(context);

@@ -203,6 +203,10 @@ fn number_in_c(status: Status) -> (&'static str, i32) {
         Internal = KVS_STATUS_INTERNAL,
         Callback = KVS_STATUS_CALLBACK,
         Cancelled = KVS_STATUS_CANCELLED,
+        NoCuda = KVS_STATUS_NO_CUDA,
+        NoDevice = KVS_STATUS_NO_DEVICE,
+        DriverTooOld = KVS_STATUS_DRIVER_TOO_OLD,
+        Device = KVS_STATUS_DEVICE,
     )
 }
 

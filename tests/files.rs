@@ -14,7 +14,7 @@ use kvstate::format::GgmlType;
 use kvstate::memory::{KvParams, LayerParams, TensorParams};
 use kvstate::session::{seq_file_token_count, seq_file_tokens};
 use kvstate::state::{RecordSink, Sink, write_file};
-use kvstate::storage::{CellMap, Plane, PlaneShape, Progress, ProgressCallback, Region, Threads};
+use kvstate::storage::{CellMap, Plane, PlaneShape, Progress, ProgressCallback, Region, Threads, Transfer};
 use kvstate::types::{CellExt, StateFlags};
 use kvstate::{Context, ContextParams, Error, Status};
 use tempfile::TempDir;
@@ -623,10 +623,10 @@ fn a_failed_write_is_the_error_wherever_it_is() {
     let map = Arc::new(CellMap::of_run(0, N_CELLS).unwrap());
     record.write_tensor(Region::new(&planes[0], &map).unwrap()).unwrap();
     for room in [0, 1 << 20, (8 << 20) - 1] {
-        let error = write_file(&record, &mut Narrow(room), None).unwrap_err();
+        let error = write_file(&record, &mut Narrow(room), &Transfer::default(), None).unwrap_err();
         assert_eq!(error.to_string(), "write : no more room", "{room} bytes");
     }
-    write_file(&record, &mut Narrow(8 << 20), None).unwrap();
+    write_file(&record, &mut Narrow(8 << 20), &Transfer::default(), None).unwrap();
 }
 
 #[test]

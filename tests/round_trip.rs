@@ -27,7 +27,8 @@ impl Setup {
     fn context(&self) -> Context {
         let params = support::params(self.n_seq_max, &self.sections);
         let Self { unified, max_masked_cells, .. } = *self;
-        Context::new(ContextParams { unified, max_masked_cells, arch: "llama".into(), ..params }).unwrap()
+        support::place::context(ContextParams { unified, max_masked_cells, arch: "llama".into(), ..params })
+            .unwrap()
     }
 }
 

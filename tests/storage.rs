@@ -6,11 +6,17 @@ use std::sync::{Arc, Mutex};
 
 use kvstate::error::{Error, Result};
 use kvstate::storage::{
-    CellMap, Plane, PlaneShape, Region, Scatter, TensorAccess, TensorBytes, Threads, gather, scatter,
+    CellMap, Plane, PlaneShape, Region, Scatter, TensorAccess, TensorBytes, Threads, Transfer, copy_cells,
+    gather, scatter,
 };
 use kvstate::types::Move;
 use proptest::prelude::*;
 use proptest::sample::select;
+
+/// A transfer on this many threads.
+fn on(threads: usize) -> Transfer {
+    Transfer::with_threads(Threads::new(threads))
+}
 
 /// Bytes before and behind an adopted plane; odd, so that nothing is aligned.
 const GUARD: usize = 7;
@@ -162,7 +168,7 @@ fn memory_and_cells() -> impl Strategy<Value = (Memory, Vec<u32>)> {
 
 fn gather_one(region: Region<'_>) -> Vec<u8> {
     let mut out = vec![0; usize::try_from(region.bytes()).unwrap()];
-    gather(&[(0, region)], &mut out, Threads::new(1)).unwrap();
+    gather(&[(0, region)], &mut out, &on(1), None).unwrap();
     out
 }
 
@@ -171,7 +177,7 @@ fn scatter_one(plane: &mut Plane, map: &CellMap, n_src: u32, src: &[u8]) -> Resu
 }
 
 fn scatter_all(mut batch: Vec<Scatter<'_>>) -> Result<()> {
-    scatter(&mut batch, Threads::new(1), None)
+    scatter(&mut batch, &on(1), None)
 }
 
 fn is_refused(result: &Result<()>) -> bool {
@@ -218,13 +224,13 @@ proptest! {
         ];
         let expected = [&b_blob[..], &vec![0xEE; gap], &a_blob, &[0xEE; 3]].concat();
         let mut out = vec![0xEE; expected.len()];
-        gather(&batch, &mut out, Threads::new(1)).unwrap();
+        gather(&batch, &mut out, &on(1), None).unwrap();
         prop_assert_eq!(&out, &expected);
 
         let need = expected.len() - 3;
         if need > 0 {
             let mut out = vec![0xEE; need - 1];
-            let error = gather(&batch, &mut out, Threads::new(1)).unwrap_err();
+            let error = gather(&batch, &mut out, &on(1), None).unwrap_err();
             let (wanted, size) = (need as u64, need as u64 - 1);
             let named = matches!(error, Error::BufferTooSmall { need, size: s } if (need, s) == (wanted, size));
             prop_assert!(named, "{}", error);
@@ -321,7 +327,7 @@ proptest! {
         let cells: Vec<u32> = (0..memory.kv_size).collect();
         let zeroes = vec![0; memory.blob_order(&cells).len()];
         let remote = Remote::new(&memory, usize::MAX);
-        remote.plane(&memory).zero_all().unwrap();
+        remote.plane(&memory).zero_all(&on(1)).unwrap();
         prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&zeroes, &cells).bytes);
     }
 
@@ -344,15 +350,15 @@ proptest! {
         let cells: Vec<u32> = (0..memory.kv_size).collect();
         let zeroes = vec![0; memory.blob_order(&cells).len()];
         let expected = memory.clone().scattered(&zeroes, &cells);
-        memory.plane().zero_all().unwrap();
+        memory.plane().zero_all(&on(1)).unwrap();
         prop_assert_eq!(memory.bytes, expected.bytes);
     }
 
     #[test]
-    fn copy_cells_from_copies_the_cells_and_no_other_byte((mut memory, cells) in memory_and_cells(), seed in any::<u64>()) {
+    fn copy_cells_copies_the_cells_and_no_other_byte((mut memory, cells) in memory_and_cells(), seed in any::<u64>()) {
         let mut source = Memory::new(memory.kv_size, memory.shape, seed);
         let expected = memory.clone().scattered(&source.gathered(&cells), &cells);
-        memory.plane().copy_cells_from(&source.plane(), &map_of(&cells)).unwrap();
+        copy_cells(vec![(&mut memory.plane(), &source.plane())], &map_of(&cells), &on(1)).unwrap();
         prop_assert_eq!(memory.bytes, expected.bytes);
     }
 
@@ -375,7 +381,7 @@ proptest! {
         let outside = Arc::new(CellMap::new(Move::of_pairs((0..).zip(inside.chain(start..start + len.min(99))))).unwrap());
         let mut plane = memory.plane();
         if outside.dst_end() > kv_size {
-            prop_assert!(is_refused(&plane.copy_cells_from(&other.plane(), &outside)));
+            prop_assert!(is_refused(&copy_cells(vec![(&mut plane, &other.plane())], &outside, &on(1))));
             prop_assert!(is_refused(&Region::new(&plane, &outside).map(drop)));
         }
 
@@ -499,7 +505,7 @@ fn a_get_that_fails_is_the_error_of_gather() {
         let (memory, remote) = remote_rows(calls_left);
         let plane = remote.plane(&memory);
         let region = Region::new(&plane, &all_rows()).unwrap();
-        let error = gather(&[(0, region)], &mut [0; 12], Threads::default()).unwrap_err();
+        let error = gather(&[(0, region)], &mut [0; 12], &Transfer::default(), None).unwrap_err();
         assert_eq!(error.to_string(), "get of the caller failed: 7", "call {calls_left}");
     }
 }
@@ -517,7 +523,7 @@ fn a_set_that_fails_is_the_error_of_scatter_and_zero() {
         drop(bytes);
 
         let (memory, remote) = remote_rows(calls_left);
-        let error = remote.plane(&memory).zero_all().unwrap_err();
+        let error = remote.plane(&memory).zero_all(&on(1)).unwrap_err();
         assert_eq!(error.to_string(), "set of the caller failed: 7", "call {calls_left}");
     }
 }
@@ -538,9 +544,9 @@ fn a_remote_plane_is_checked_like_one_in_host_memory() {
 fn cells_are_not_copied_between_tensors_behind_calls() {
     let (mut memory, remote) = remote_rows(usize::MAX);
     let mut plane = remote.plane(&memory);
-    assert!(is_refused(&plane.copy_cells_from(&memory.plane(), &all_rows())));
+    assert!(is_refused(&copy_cells(vec![(&mut plane, &memory.plane())], &all_rows(), &on(1))));
     let before = memory.bytes.clone();
-    assert!(is_refused(&memory.plane().copy_cells_from(&plane, &all_rows())));
+    assert!(is_refused(&copy_cells(vec![(&mut memory.plane(), &plane)], &all_rows(), &on(1))));
     assert_eq!(memory.bytes, before);
 }
 
@@ -548,7 +554,7 @@ fn cells_are_not_copied_between_tensors_behind_calls() {
 fn a_large_remote_plane_is_zeroed_in_pieces() {
     let memory = Memory::new(4, PlaneShape::dense_rows(50_000), 1);
     let remote = Remote::new(&memory, 4);
-    remote.plane(&memory).zero_all().unwrap();
+    remote.plane(&memory).zero_all(&on(1)).unwrap();
     assert_eq!(remote.calls_left.load(Ordering::Relaxed), 0);
     let expected = memory.scattered(&vec![0; 200_000], &[0, 1, 2, 3]);
     assert!(*remote.bytes.lock().unwrap() == expected.bytes);
@@ -563,12 +569,12 @@ fn a_region_has_every_cell_of_its_blob() {
 }
 
 #[test]
-fn copy_cells_from_refuses_another_shape_or_size() {
+fn copy_cells_refuses_another_shape_or_size() {
     let run = CellMap::of_run(0, 1).unwrap();
     let rows = PlaneShape::dense_rows;
     let mut plane = Plane::allocate(&[rows(4)], 8).unwrap().remove(0);
     for other in [Plane::allocate(&[rows(5)], 8), Plane::allocate(&[rows(4)], 9)] {
-        assert!(is_refused(&plane.copy_cells_from(&other.unwrap()[0], &run)));
+        assert!(is_refused(&copy_cells(vec![(&mut plane, &other.unwrap()[0])], &run, &on(1))));
     }
 }
 
@@ -671,15 +677,14 @@ fn large_regions_are_copied_byte_for_byte_whatever_their_alignment() {
         let expected: Vec<u8> = cells.iter().flat_map(|&cell| row(cell)).copied().collect();
 
         let mut out = vec![0; expected.len() + 3];
-        gather(&[(3, Region::new(&plane, &map_of(&cells)).unwrap())], &mut out, Threads::new(3)).unwrap();
+        gather(&[(3, Region::new(&plane, &map_of(&cells)).unwrap())], &mut out, &on(3), None).unwrap();
         assert!(out[3..] == expected, "gather at {shift}");
         assert_eq!(out[..3], [0; 3]);
 
         // Back to other cells: those are the rows that change, and no other byte.
         let map = CellMap::of_run(2999, 2903).unwrap();
         let src = TensorBytes::Memory(&expected);
-        scatter(&mut [Scatter { plane: &mut plane, map: &map, n_src: 2903, src }], Threads::new(3), None)
-            .unwrap();
+        scatter(&mut [Scatter { plane: &mut plane, map: &map, n_src: 2903, src }], &on(3), None).unwrap();
         let mut after = bytes.clone();
         after[shift + 2999 * ROW..][..expected.len()].copy_from_slice(&expected);
         assert!(memory == after, "scatter at {shift}");
@@ -715,7 +720,7 @@ fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
         let expected: Vec<u8> = memories.iter().flat_map(|memory| memory.gathered(&cells)).collect();
         let map = map_of(&cells);
         let n_src = map.n_cells();
-        for threads in [1, 2, 3].map(Threads::new) {
+        for threads in [1, 2, 3] {
             let planes: Vec<Plane> = memories.iter_mut().map(Memory::plane).collect();
             let mut at = 0;
             let batch: Vec<(u64, Region<'_>)> = planes
@@ -727,8 +732,8 @@ fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
                 })
                 .collect();
             let mut out = vec![0; expected.len()];
-            gather(&batch, &mut out, threads).unwrap();
-            assert!(out == expected, "gather, {threads:?}");
+            gather(&batch, &mut out, &on(threads), None).unwrap();
+            assert!(out == expected, "gather, {threads} threads");
         }
 
         let blob = noise(expected.len(), 99);
@@ -761,7 +766,7 @@ fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
                     Scatter { plane, map: &map, n_src, src }
                 })
                 .collect();
-            scatter(&mut batch, Threads::new(threads), None).unwrap();
+            scatter(&mut batch, &on(threads), None).unwrap();
             drop(planes);
             for (i, (fresh, after)) in fresh.iter().zip(&after).enumerate() {
                 assert!(

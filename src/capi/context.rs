@@ -5,16 +5,17 @@ use std::ops::ControlFlow;
 use std::ptr;
 
 use super::handle::{free_handle, into_handle, kvs_context, out, string, with_context, with_context_mut};
-use super::kvs_pos;
 use super::params::{self, Params};
 use super::status::{kvs_status, status_of, value_or};
+use super::{KVS_DEVICE_HOST, kvs_pos};
 use crate::context::{Context, ContextParams, PendingShift, Shift};
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
 use crate::memory::{
-    KvParams, KvPlanes, LayerParams, LegacyRotation, SectionParams, Streams, TensorParams, swa_kv_size,
+    KvMemory, KvParams, KvPlanes, LayerParams, LegacyRotation, SectionParams, Streams, TensorParams,
+    swa_kv_size,
 };
-use crate::storage::{Plane, PlaneShape, Progress, ProgressCallback, Threads};
+use crate::storage::{Plane, PlaneShape, Progress, ProgressCallback, StagingParams, Threads};
 use crate::types::{Swa, SwaType};
 
 /// Type numbers of ggml that K and V may have; any other number of ggml's is accepted for its size.
@@ -84,6 +85,11 @@ pub struct kvs_kv_layer_params {
     pub v_channel_stride: u64,
     /// Bytes from one stream of V to the next; 0: all of one stream's V.
     pub v_stream_stride: u64,
+    /// KVS_DEVICE_HOST (by default), or the number of a CUDA device, whose memory kvstate allocates. Adopted memory: any number
+    /// of a device says that k and v are addresses of a device, and the driver says which.
+    pub device: i32,
+    /// 0.
+    pub reserved: u32,
 }
 
 /// An attention cache. Fill with kvs_kv_params_init first.
@@ -176,8 +182,12 @@ pub struct kvs_context_params {
     /// 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
     /// crash of the process all the same; after one of the machine it may be damaged. By default 0.
     pub unsynced_files: u32,
-    /// 0.
-    pub reserved: u32,
+    /// Pinned staging buffers between host and CUDA devices, at least 2; 0 (by default): 4.
+    pub n_staging: u32,
+    /// Bytes of a staging buffer; 0 (by default): 32 MiB, or less where the cache on devices is smaller. There are 2
+    /// more of them on each device. They are allocated when the first state is moved, smaller if memory is short, and
+    /// freed with the context.
+    pub staging_size: u64,
 }
 
 /// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
@@ -223,6 +233,8 @@ unsafe impl Params for kvs_kv_layer_params {
             v_cell_stride: 0,
             v_channel_stride: 0,
             v_stream_stride: 0,
+            device: KVS_DEVICE_HOST,
+            reserved: 0,
         }
     }
 }
@@ -279,7 +291,8 @@ unsafe impl Params for kvs_context_params {
             shift_by_engine: 0,
             max_masked_cells: u32::MAX,
             unsynced_files: 0,
-            reserved: 0,
+            n_staging: 0,
+            staging_size: 0,
         }
     }
 }
@@ -464,9 +477,6 @@ pub(super) fn legacy_rotation(value: u32) -> Result<Option<LegacyRotation>> {
 
 unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
     let unified = flag("unified", params.unified)?;
-    if params.reserved != 0 {
-        return Err(Error::arg("reserved", format!("{}, it is 0", params.reserved)));
-    }
     let n_stream = Streams::new(params.n_seq_max, unified)?.n_stream;
     // SAFETY: the header demands an array of n_section structs.
     let sections = unsafe { params::read_array("sections", params.sections, params.n_section as usize) }?;
@@ -486,6 +496,7 @@ unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
     Ok(ContextParams {
         threads: Threads::default(),
         progress: None,
+        staging: StagingParams { size: params.staging_size, count: params.n_staging as usize },
         n_seq_max: params.n_seq_max,
         unified,
         arch,
@@ -589,8 +600,8 @@ unsafe fn section_params(i: usize, section: &kvs_section_params, n_stream: u32) 
         cell_ext: flag(&name("cell_ext"), params.cell_ext)?,
     };
     // SAFETY: the header demands memory of the sizes described, which outlives the context.
-    let planes = unsafe { adopted_planes(&format!("sections[{i}]"), &kv, &layers, n_stream) }?;
-    Ok(SectionParams::Kv { kv, planes })
+    let memory = unsafe { memory_of(&format!("sections[{i}]"), &kv, &layers, n_stream) }?;
+    Ok(SectionParams::Kv { kv, memory })
 }
 
 fn layer_params(name: &str, layer: &kvs_kv_layer_params) -> Result<LayerParams> {
@@ -609,6 +620,12 @@ fn layer_params(name: &str, layer: &kvs_kv_layer_params) -> Result<LayerParams> 
 /// Refuses what would have no effect: whoever sets it expects one.
 fn check_layout(name: &str, layer: LayerParams, raw: &kvs_kv_layer_params, v_trans: bool) -> Result<()> {
     let bad = |field: &str, reason: &str| Err(Error::arg(format!("{name}.{field}"), reason));
+    if raw.reserved != 0 {
+        return bad("reserved", &format!("{}, it is 0", raw.reserved));
+    }
+    if raw.device < KVS_DEVICE_HOST {
+        return bad("device", &format!("{}, it is KVS_DEVICE_HOST or the number of a device", raw.device));
+    }
     if raw.k.is_null() && (raw.k_cell_stride != 0 || raw.k_stream_stride != 0) {
         return bad("k", "NULL with strides, which only adopted memory has");
     }
@@ -624,18 +641,19 @@ fn check_layout(name: &str, layer: LayerParams, raw: &kvs_kv_layer_params, v_tra
     Ok(())
 }
 
-/// The caller's planes, stream-major; `None` if the section is managed.
-unsafe fn adopted_planes(
+/// Where K and V are: on the devices named, or where the caller has them.
+unsafe fn memory_of(
     name: &str,
     kv: &KvParams,
     layers: &[kvs_kv_layer_params],
     n_stream: u32,
-) -> Result<Option<KvPlanes>> {
+) -> Result<KvMemory> {
     for (il, (layer, raw)) in kv.layers.iter().zip(layers).enumerate() {
         check_layout(&format!("{name}.layers[{il}]"), *layer, raw, kv.v_trans)?;
     }
     if layers.iter().all(|layer| layer.k.is_null() && layer.v.is_null()) {
-        return Ok(None);
+        let devices = layers.iter().map(|layer| (layer.device != KVS_DEVICE_HOST).then_some(layer.device));
+        return Ok(KvMemory::Devices(devices.collect()));
     }
     let mut planes = KvPlanes::default();
     for stream in 0..n_stream {
@@ -652,9 +670,9 @@ unsafe fn adopted_planes(
             let size = row_size(layer.k, "n_embd_k_gqa")?;
             let shape = PlaneShape::Rows { row_size: size, cell_stride: or(raw.k_cell_stride, size) };
             // SAFETY: passed on.
-            planes
-                .k
-                .push(unsafe { adopt(&place("k"), raw.k, raw.k_stream_stride, stream, kv.kv_size, shape) }?);
+            planes.k.push(unsafe {
+                adopt(&place("k"), (raw.k, raw.device), raw.k_stream_stride, stream, kv.kv_size, shape)
+            }?);
             let Some(v) = layer.v else {
                 planes.v.push(None);
                 continue;
@@ -670,16 +688,18 @@ unsafe fn adopted_planes(
                 PlaneShape::Rows { row_size: size, cell_stride: or(raw.v_cell_stride, size) }
             };
             // SAFETY: passed on.
-            let v = unsafe { adopt(&place("v"), raw.v, raw.v_stream_stride, stream, kv.kv_size, shape) }?;
+            let v = unsafe {
+                adopt(&place("v"), (raw.v, raw.device), raw.v_stream_stride, stream, kv.kv_size, shape)
+            }?;
             planes.v.push(Some(v));
         }
     }
-    Ok(Some(planes))
+    Ok(KvMemory::Adopted(planes))
 }
 
 unsafe fn adopt(
     name: &str,
-    base: *mut c_void,
+    (base, device): (*mut c_void, i32),
     stream_stride: u64,
     stream: u32,
     kv_size: u32,
@@ -702,5 +722,15 @@ unsafe fn adopt(
     };
     // SAFETY: the header demands memory for all streams at `base`, so the offset stays inside it, and that it
     // is used by nobody else while a call that reads or writes K or V runs.
-    unsafe { Plane::adopt(base.cast::<u8>().offset(offset), kv_size, shape) }
+    unsafe {
+        let start = base.cast::<u8>().wrapping_offset(offset);
+        match device {
+            KVS_DEVICE_HOST => Plane::adopt(start, kv_size, shape),
+            _ => Plane::adopt_device(start.addr() as u64, kv_size, shape),
+        }
+    }
+    .map_err(|error| match error {
+        Error::InvalidArgument { reason, .. } => Error::arg(name, reason),
+        other => other,
+    })
 }

@@ -75,7 +75,8 @@ pub struct kvs_plane {
     /// Address of cell 0; NULL if the layer has no V. In a view also if the bytes are reached through the callbacks
     /// of kvs_tensor_access alone, whose offsets count from cell 0.
     pub data: *mut c_void,
-    /// KVS_DEVICE_HOST; any other number is refused. Memory of a device: data is NULL.
+    /// KVS_DEVICE_HOST, or the number of a CUDA device, whose memory data is in. In a view any number of a device says
+    /// that, and the driver says which it is.
     pub device: i32,
     /// ggml type.
     pub ggml_type: i32,
@@ -325,7 +326,7 @@ fn plane(plane: &Plane, params: TensorParams) -> kvs_plane {
     kvs_plane {
         tensor: ptr::null_mut(),
         data: plane.as_ptr().cast(),
-        device: KVS_DEVICE_HOST,
+        device: plane.device().unwrap_or(KVS_DEVICE_HOST),
         ggml_type: params.ggml_type.as_i32(),
         n_embd: params.n_embd,
         reserved: 0,

@@ -48,8 +48,16 @@ pub const KVS_STATUS_OUT_OF_MEMORY: kvs_status = 16;
 pub const KVS_STATUS_INTERNAL: kvs_status = 17;
 /// A callback of the caller returned something other than 0.
 pub const KVS_STATUS_CALLBACK: kvs_status = 18;
-/// The progress callback asked for an end.
+/// The progress callback, or kvs_job_cancel, asked for an end.
 pub const KVS_STATUS_CANCELLED: kvs_status = 19;
+/// There is no CUDA driver that can be used, or this build has no CUDA. Contexts in host memory work.
+pub const KVS_STATUS_NO_CUDA: kvs_status = 20;
+/// There is no device of that number.
+pub const KVS_STATUS_NO_DEVICE: kvs_status = 21;
+/// The CUDA driver is older than the kernels need, which is CUDA 12.0 (r525).
+pub const KVS_STATUS_DRIVER_TOO_OLD: kvs_status = 22;
+/// A call of the device's driver failed; the message has the driver's name for it.
+pub const KVS_STATUS_DEVICE: kvs_status = 23;
 
 struct LastError {
     status: kvs_status,

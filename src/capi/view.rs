@@ -442,8 +442,8 @@ unsafe fn plane_of(
         Error::InvalidArgument { name, reason } => Error::arg(format!("view.{field}[{i}].{name}"), reason),
         other => other,
     };
-    if plane.device != KVS_DEVICE_HOST {
-        let reason = format!("{}, only {KVS_DEVICE_HOST} is supported: set data to NULL", plane.device);
+    if plane.device < KVS_DEVICE_HOST {
+        let reason = format!("{}, it is {KVS_DEVICE_HOST} or the number of a device", plane.device);
         return Err(Error::arg(format!("view.{field}[{i}].device"), reason));
     }
     if plane.reserved != 0 {
@@ -461,7 +461,13 @@ unsafe fn plane_of(
         return Plane::remote(std::sync::Arc::new(access), tensor, kv_size, shape).map_err(bad);
     }
     // SAFETY: passed on to the caller of the view.
-    unsafe { Plane::adopt(plane.data.cast(), kv_size, shape) }.map(|plane| plane.named(tensor)).map_err(bad)
+    let adopted = unsafe {
+        match plane.device {
+            KVS_DEVICE_HOST => Plane::adopt(plane.data.cast(), kv_size, shape),
+            _ => Plane::adopt_device(plane.data.addr() as u64, kv_size, shape),
+        }
+    };
+    adopted.map(|plane| plane.named(tensor)).map_err(bad)
 }
 
 fn failed(name: &'static str, code: c_int) -> Result<()> {

@@ -1,8 +1,10 @@
 //! A context: the memory of one model's sequences, and the states that are taken of it.
 
 mod engine;
+mod snapshot;
 
 pub use engine::{Slot, UbatchToken};
+pub use snapshot::Snapshot;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,7 +16,9 @@ use crate::memory::{
     KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, Scope, SectionParams, Streams, WriteParams,
 };
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source};
-use crate::storage::{ProgressCallback, Threads};
+use crate::storage::{
+    CallerStream, ProgressCallback, Staging, StagingParams, StagingReport, Threads, Transfer,
+};
 use crate::types::{Pos, PosRange, Seq, SeqId, StateFlags};
 
 /// What a context is made of.
@@ -43,6 +47,8 @@ pub struct ContextParams {
     /// context as it was. The bytes that it is told of are those of the file in a save, of the tensors in a load into
     /// free cells; in a load over cells that are in use, those that are brought into memory before the first change.
     pub progress: Option<ProgressCallback>,
+    /// Buffers between host and devices.
+    pub staging: StagingParams,
 }
 
 impl ContextParams {
@@ -60,6 +66,7 @@ impl ContextParams {
             sync_files: true,
             threads: Threads::default(),
             progress: None,
+            staging: StagingParams::default(),
         }
     }
 }
@@ -114,7 +121,7 @@ pub struct Context {
     legacy_rotation: Option<LegacyRotation>,
     max_masked_cells: Option<u32>,
     pub(crate) sync_files: bool,
-    threads: Threads,
+    pub(crate) transfer: Transfer,
     pub(crate) progress: Option<ProgressCallback>,
     /// The one live `ON_DEVICE` state of each sequence.
     device_states: HashMap<SeqId, DeviceState>,
@@ -130,15 +137,17 @@ impl Context {
     pub fn new(params: ContextParams) -> Result<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let streams = Streams::new(params.n_seq_max, params.unified)?;
+        let memory = Memory::new(params.sections, streams)?;
+        let staging = Staging::new(params.staging, Some(memory.device_bytes()))?;
         Ok(Self {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
-            memory: Memory::new(params.sections, streams)?,
+            memory,
             arch: params.arch,
             shift: params.shift,
             legacy_rotation: params.legacy_rotation,
             max_masked_cells: params.max_masked_cells,
             sync_files: params.sync_files,
-            threads: params.threads,
+            transfer: Transfer::new(params.threads, staging),
             progress: params.progress,
             device_states: HashMap::new(),
             generation: 0,
@@ -165,7 +174,24 @@ impl Context {
 
     /// Copies on this many threads from now on.
     pub fn set_threads(&mut self, threads: Threads) {
-        self.threads = threads;
+        self.transfer.threads = threads;
+    }
+
+    /// Names the stream on which the engine's work on a device runs, from now on: calls that read or write the cache there are
+    /// ordered behind it, and it behind them. Without one, that work has to be done before every call.
+    pub fn set_stream(&mut self, stream: CallerStream) {
+        self.transfer.set_stream(stream);
+    }
+
+    /// From now on no stream is named on this device.
+    pub fn clear_stream(&mut self, device: i32) {
+        self.transfer.clear_stream(device);
+    }
+
+    /// Bytes that go between host and devices take at present.
+    #[must_use]
+    pub fn staging(&self) -> StagingReport {
+        self.transfer.staging.report()
     }
 
     /// Calls `progress` while a file is saved or loaded, from now on.
@@ -200,7 +226,7 @@ impl Context {
     /// same.
     pub fn clear(&mut self, data: bool) -> Result<()> {
         self.changed();
-        self.memory.clear(data)
+        self.memory.clear(data, &self.transfer)
     }
 
     /// Removes the positions `[p0, p1)` of a sequence; -1 as `seq_id`, `p0` or `p1` means every sequence, from
@@ -225,9 +251,10 @@ impl Context {
         if src == dst {
             return Ok(());
         }
-        self.memory.seq_cp(src, dst, PosRange::new(p0, p1))?;
+        let range = PosRange::new(p0, p1);
+        self.memory.check_seq_cp(src, dst, range)?;
         self.changed();
-        Ok(())
+        self.memory.seq_cp(src, dst, range, &self.transfer)
     }
 
     /// Removes every other sequence from the stream of `seq_id`; as in llama.cpp, other streams keep theirs.
@@ -390,14 +417,14 @@ impl Context {
             let mut sink = DeviceSink::new(dst);
             sink.write(&DeviceState::header(seq_id))?;
             self.memory.state_write(&mut sink, params)?;
-            let (len, tensors) = sink.finish(self.threads)?;
+            let (len, tensors) = sink.finish(&self.transfer)?;
             self.device_states.insert(seq_id, DeviceState::new(dst.to_vec(), tensors, flags));
             Ok(len)
         } else {
             let mut sink = SliceSink::new(dst);
             sink.write(&format::seq_blob_header(seq_id))?;
             self.memory.state_write(&mut sink, params)?;
-            sink.finish(self.threads)
+            sink.finish(&self.transfer)
         }
     }
 
@@ -426,7 +453,7 @@ impl Context {
             );
         }
         self.generation += 1;
-        self.memory.state_commit(&plan, self.threads, None)?;
+        self.memory.state_commit(&plan, &self.transfer, None)?;
         Ok(consumed(&plan))
     }
 
@@ -451,7 +478,7 @@ impl Context {
         self.apply_shifts(self.write_params(Scope::Whole, StateFlags::empty()))?;
         let mut sink = SliceSink::new(dst);
         self.write_whole(&mut sink)?;
-        sink.finish(self.threads)
+        sink.finish(&self.transfer)
     }
 
     /// Replaces all sequences by the state in `src`; returns the bytes consumed.
@@ -461,7 +488,7 @@ impl Context {
     pub fn state_set_data(&mut self, src: &[u8]) -> Result<usize> {
         let plan = self.plan_whole(Source::blob(Cursor::new(src)))?;
         self.generation += 1;
-        self.memory.state_commit(&plan, self.threads, None)?;
+        self.memory.state_commit(&plan, &self.transfer, None)?;
         Ok(consumed(&plan))
     }
 
@@ -522,7 +549,7 @@ impl Context {
     pub(crate) fn commit_file_state(&mut self, plan: &MemoryPlan<'_>, reports: bool) -> Result<()> {
         self.generation += 1;
         let progress = self.progress.as_mut().filter(|_| reports);
-        self.memory.state_commit(plan, self.threads, progress)
+        self.memory.state_commit(plan, &self.transfer, progress)
     }
 
     pub(crate) fn check_stream(&self, stream: usize) -> Result<()> {

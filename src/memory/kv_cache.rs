@@ -1,9 +1,10 @@
 //! An attention cache: the cells of its streams, and the planes that hold K and V (`llama_kv_cache`).
 
+use super::KvMemory;
 use super::geometry::{Geometry, KvParams, Streams};
 use crate::cells::{CellMeta, Cells};
 use crate::error::{Error, Result};
-use crate::storage::{CellMap, Plane, PlaneShape};
+use crate::storage::{self, CellMap, Device, Plane, PlaneShape, Transfer};
 use crate::types::{Pos, PosRange, Seq};
 
 /// The planes of an attention cache whose memory belongs to somebody else.
@@ -41,12 +42,13 @@ pub(crate) struct KvCache {
 }
 
 impl KvCache {
-    /// A cache over the planes given, or over memory of its own, zeroed.
-    pub fn new(name: &str, params: &KvParams, planes: Option<KvPlanes>, streams: Streams) -> Result<Self> {
+    /// A cache over the caller's memory, or over memory of its own, zeroed.
+    pub fn new(name: &str, params: &KvParams, memory: KvMemory, streams: Streams) -> Result<Self> {
         let geometry = Geometry::new(params, name, streams)?;
-        let planes = match planes {
-            Some(planes) => check_adopted(planes, &geometry)?,
-            None => allocate(&geometry)?,
+        let planes = match memory {
+            KvMemory::Adopted(planes) => check_adopted(planes, &geometry)?,
+            KvMemory::Host => allocate(&geometry, &vec![None; geometry.n_layer()])?,
+            KvMemory::Devices(devices) => allocate(&geometry, &devices)?,
         };
         let cells = (0..streams.n_stream)
             .map(|_| Cells::new(geometry.kv_size, streams.n_seq_max, geometry.cell_ext))
@@ -77,13 +79,22 @@ impl KvCache {
         self.planes.v[stream * self.geometry.n_layer() + layer].as_ref()
     }
 
-    pub fn clear(&mut self, data: bool) -> Result<()> {
+    /// Bytes of the planes on devices.
+    pub fn device_bytes(&self) -> u64 {
+        let KvPlanes { k, v } = &self.planes;
+        let on_device = k.iter().chain(v.iter().flatten()).filter(|plane| plane.device().is_some());
+        on_device.filter_map(|plane| plane.shape().span(plane.kv_size())).sum()
+    }
+
+    /// Empties every cell.
+    pub fn forget(&mut self) {
         self.cells.iter_mut().for_each(Cells::clear);
-        if data {
-            self.planes.k.iter_mut().try_for_each(Plane::zero_all)?;
-            self.planes.v.iter_mut().flatten().try_for_each(Plane::zero_all)?;
-        }
-        Ok(())
+    }
+
+    /// Zeroes K and V of every cell.
+    pub fn zero_all(&mut self, transfer: &Transfer) -> Result<()> {
+        let KvPlanes { k, v } = &mut self.planes;
+        k.iter_mut().chain(v.iter_mut().flatten()).try_for_each(|plane| plane.zero_all(transfer))
     }
 
     /// Removes positions of one sequence, or of every sequence.
@@ -114,7 +125,7 @@ impl KvCache {
     }
 
     /// Shares cells within a stream; between streams copies the sequence, cells and data, at once.
-    pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
+    pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange, transfer: &Transfer) -> Result<()> {
         let (s0, s1) = (self.geometry.streams.of(src), self.geometry.streams.of(dst));
         if s0 == s1 {
             self.cells[s0].seq_cp(src, dst, range);
@@ -124,16 +135,11 @@ impl KvCache {
         to.clear();
         to.seq_cp_from(from, src, dst);
         let map = CellMap::of_cells(&sorted_cells(from.seq_cells(src, PosRange::ALL)))?;
-        for layer in 0..self.geometry.n_layer() {
-            let pair = [s1, s0].map(|stream| stream * self.geometry.n_layer() + layer);
-            let [to, from] = self.planes.k.get_disjoint_mut(pair).expect("two different streams");
-            to.copy_cells_from(from, &map)?;
-            let [to, from] = self.planes.v.get_disjoint_mut(pair).expect("two different streams");
-            if let (Some(to), Some(from)) = (to, from) {
-                to.copy_cells_from(from, &map)?;
-            }
-        }
-        Ok(())
+        let KvPlanes { k, v } = &mut self.planes;
+        let [to_k, from_k] = streams_of(k, [s1, s0], self.geometry.n_layer());
+        let [to_v, from_v] = streams_of(v, [s1, s0], self.geometry.n_layer());
+        let v = to_v.iter_mut().zip(from_v.iter()).filter_map(|(to, from)| to.as_mut().zip(from.as_ref()));
+        storage::copy_cells(to_k.iter_mut().zip(from_k.iter()).chain(v).collect(), &map, transfer)
     }
 
     pub fn seq_keep(&mut self, seq: Seq) {
@@ -191,6 +197,12 @@ impl KvCache {
     }
 }
 
+/// The planes of two different streams.
+fn streams_of<T>(planes: &mut [T], streams: [usize; 2], n_layer: usize) -> [&mut [T]; 2] {
+    let layers = streams.map(|stream| stream * n_layer..(stream + 1) * n_layer);
+    planes.get_disjoint_mut(layers).expect("two different streams")
+}
+
 /// The cells of position index entries, ascending.
 pub(super) fn sorted_cells(entries: &[(Pos, u32)]) -> Vec<u32> {
     let mut cells: Vec<u32> = entries.iter().map(|&(_, cell)| cell).collect();
@@ -200,18 +212,40 @@ pub(super) fn sorted_cells(entries: &[(Pos, u32)]) -> Vec<u32> {
     cells
 }
 
-fn allocate(geometry: &Geometry) -> Result<KvPlanes> {
+/// Planes of layers on these devices, those of a stream on one device in one allocation.
+fn allocate(geometry: &Geometry, devices: &[Option<i32>]) -> Result<KvPlanes> {
+    let n_layer = geometry.n_layer();
+    if devices.len() != n_layer {
+        let reason = format!("{} for {n_layer} layers", devices.len());
+        return Err(Error::arg(format!("{}.devices", geometry.name), reason));
+    }
+    let opened =
+        devices.iter().flatten().map(|&ordinal| Device::open(ordinal)).collect::<Result<Vec<_>>>()?;
     let mut planes = KvPlanes::default();
     for _ in 0..geometry.streams.n_stream {
-        let shapes: Vec<_> = geometry
-            .k
-            .iter()
-            .map(|k| k.dense_shape(false, geometry.kv_size))
-            .chain(geometry.v.iter().flatten().map(|v| v.dense_shape(geometry.v_trans, geometry.kv_size)))
-            .collect();
-        let mut stream = Plane::allocate(&shapes, geometry.kv_size)?.into_iter();
-        planes.k.extend(stream.by_ref().take(geometry.n_layer()));
-        planes.v.extend(geometry.v.iter().map(|v| v.and_then(|_| stream.next())));
+        let mut k: Vec<Option<Plane>> = (0..n_layer).map(|_| None).collect();
+        let mut v: Vec<Option<Plane>> = (0..n_layer).map(|_| None).collect();
+        let mut left: Vec<usize> = (0..n_layer).collect();
+        while let Some(&first) = left.first() {
+            let (here, elsewhere): (Vec<_>, Vec<_>) =
+                left.into_iter().partition(|&layer| devices[layer] == devices[first]);
+            left = elsewhere;
+            let k_shape = |&layer: &usize| geometry.k[layer].dense_shape(false, geometry.kv_size);
+            let v_shape =
+                |&layer: &usize| Some(geometry.v[layer]?.dense_shape(geometry.v_trans, geometry.kv_size));
+            let shapes: Vec<_> = here.iter().map(k_shape).chain(here.iter().filter_map(v_shape)).collect();
+            let device = opened.iter().find(|device| Some(device.ordinal()) == devices[first]);
+            let mut allocated = match device {
+                Some(device) => Plane::allocate_on(device, &shapes, geometry.kv_size)?,
+                None => Plane::allocate(&shapes, geometry.kv_size)?,
+            }
+            .into_iter();
+            here.iter().for_each(|&layer| k[layer] = allocated.next());
+            let with_v = here.iter().filter(|&&layer| geometry.v[layer].is_some());
+            with_v.for_each(|&layer| v[layer] = allocated.next());
+        }
+        planes.k.extend(k.into_iter().flatten());
+        planes.v.extend(v);
     }
     Ok(planes)
 }

@@ -8,7 +8,7 @@ use super::kv_write::Scope;
 use crate::cells::{CellMeta, Cells, Placement, SeqSet, Shortage};
 use crate::error::{Error, Result};
 use crate::state::{Input, Source};
-use crate::storage::{CellMap, Scatter, TensorBytes};
+use crate::storage::{CellMap, Plane, Scatter, TensorBytes};
 use crate::types::{CellExt, Move, PosRange, Seq, TOKEN_NULL, Token};
 
 /// What the caller says about files older than version 4, which do not record rotation.
@@ -444,6 +444,12 @@ impl KvCache {
             Scope::Seq(dest) => self.seq_rm(Some(dest), PosRange::ALL),
             Scope::Whole => self.cells.iter_mut().for_each(Cells::clear),
         }
+    }
+
+    /// The cells that the state would have, in every plane.
+    pub fn state_cells<'p>(&'p mut self, plan: &'p KvPlan<'_>) -> Vec<(&'p mut Plane, &'p CellMap)> {
+        let parts = plan.scatter(&mut self.planes, self.geometry.n_layer());
+        parts.into_iter().map(|Scatter { plane, map, .. }| (plane, map)).collect()
     }
 
     /// The tensors' part of the commit.

@@ -22,25 +22,37 @@ pub(crate) use kv_write::{Scope, WriteParams};
 use crate::error::{Error, Result};
 use crate::format::StateVersion;
 use crate::state::{Input, Sink, Source};
-use crate::storage::{self, ProgressCallback, Threads};
+use crate::storage::{self, ProgressCallback, Transfer};
 use crate::types::{Pos, PosRange, Seq, StateFlags};
 
 /// What a section is made of.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum SectionParams {
-    /// An attention cache. Without planes, kvstate allocates its memory.
+    /// An attention cache.
     Kv {
         /// Geometry.
         kv: KvParams,
-        /// Memory of the caller.
-        planes: Option<KvPlanes>,
+        /// Where K and V are.
+        memory: KvMemory,
     },
+}
+
+/// Where K and V of an attention cache are.
+#[derive(Debug, Default)]
+pub enum KvMemory {
+    /// Allocated here, in host memory.
+    #[default]
+    Host,
+    /// Allocated here: the CUDA device of each layer, `None` for host memory.
+    Devices(Vec<Option<i32>>),
+    /// The caller's.
+    Adopted(KvPlanes),
 }
 
 impl From<KvParams> for SectionParams {
     fn from(kv: KvParams) -> Self {
-        Self::Kv { kv, planes: None }
+        Self::Kv { kv, memory: KvMemory::Host }
     }
 }
 
@@ -85,11 +97,16 @@ impl Memory {
             _ => format!("kv {i}"),
         };
         let build = |(i, params): (usize, SectionParams)| {
-            let SectionParams::Kv { kv, planes } = params;
-            KvCache::new(&name(i), &kv, planes, streams).map(Section::Kv)
+            let SectionParams::Kv { kv, memory } = params;
+            KvCache::new(&name(i), &kv, memory, streams).map(Section::Kv)
         };
         let sections = params.into_iter().enumerate().map(build).collect::<Result<_>>()?;
         Ok(Self { sections, streams })
+    }
+
+    /// Bytes of the planes on devices.
+    pub fn device_bytes(&self) -> u64 {
+        self.kv_caches().map(KvCache::device_bytes).sum()
     }
 
     pub fn streams(&self) -> Streams {
@@ -114,8 +131,12 @@ impl Memory {
 
     // Sequence operations: all sections or none.
 
-    pub fn clear(&mut self, data: bool) -> Result<()> {
-        self.kv_caches_mut().try_for_each(|kv| kv.clear(data))
+    pub fn clear(&mut self, data: bool, transfer: &Transfer) -> Result<()> {
+        self.kv_caches_mut().for_each(KvCache::forget);
+        if !data {
+            return Ok(());
+        }
+        self.kv_caches_mut().try_for_each(|kv| kv.zero_all(transfer))
     }
 
     /// Attention can remove any range.
@@ -124,9 +145,19 @@ impl Memory {
         true
     }
 
-    pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
-        self.kv_caches().try_for_each(|kv| kv.check_seq_cp(src, dst, range))?;
-        self.kv_caches_mut().try_for_each(|kv| kv.seq_cp(src, dst, range))
+    /// Whether [`Memory::seq_cp`] can be done.
+    pub fn check_seq_cp(&self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
+        self.kv_caches().try_for_each(|kv| kv.check_seq_cp(src, dst, range))
+    }
+
+    /// If it fails, the destination is empty.
+    pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange, transfer: &Transfer) -> Result<()> {
+        let copied = self.kv_caches_mut().try_for_each(|kv| kv.seq_cp(src, dst, range, transfer));
+        if copied.is_err() {
+            // Nothing can be had back of what it held.
+            self.seq_rm(Some(dst), PosRange::ALL);
+        }
+        copied
     }
 
     pub fn seq_keep(&mut self, seq: Seq) {
@@ -256,23 +287,33 @@ impl Memory {
     pub fn state_commit(
         &mut self,
         plan: &MemoryPlan<'_>,
-        threads: Threads,
+        transfer: &Transfer,
         progress: Option<&mut ProgressCallback>,
     ) -> Result<()> {
         // Cells that are taken from others are taken first, so that nobody is left with tensors that are not his.
         let overwrites = self.state_overwrites(plan);
         if overwrites {
+            // What can be missing for the transfer is missed now, when nothing has been taken.
+            let batch: Vec<_> =
+                self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_scatter(plan)).collect();
+            storage::prepare(&batch, transfer)?;
+            drop(batch);
             self.planned_mut(plan).for_each(|(kv, plan)| kv.state_apply(plan));
         }
         let mut batch: Vec<_> =
             self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_scatter(plan)).collect();
-        let scattered = storage::scatter(&mut batch, threads, progress);
+        let scattered = storage::scatter(&mut batch, transfer, progress);
         drop(batch);
         if !overwrites && scattered.is_ok() {
             self.planned_mut(plan).for_each(|(kv, plan)| kv.state_apply(plan));
         }
         if overwrites && scattered.is_err() {
             self.planned_mut(plan).for_each(|(kv, plan)| kv.state_forget(plan));
+            // What went wrong first is what the caller has to know.
+            let cells: Vec<_> = self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_cells(plan)).collect();
+            if let Err(error) = storage::zero_cells(cells, transfer) {
+                log::error!("the cells of a state that could not be restored are not zeroed: {error}");
+            }
         }
         scattered
     }

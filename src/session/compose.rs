@@ -9,10 +9,12 @@ use std::sync::Arc;
 
 use super::StateFile;
 use crate::error::{Error, Result};
-use crate::format::{self, Cursor, FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, StateVersion, token_bytes};
+use crate::format::{self, Cursor, FileKind, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{KvView, SlotInfos, ViewPlan};
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, RecordSink, Sink, SliceSink, Source};
-use crate::storage::{self, CellMap, Plane, ProgressCallback, Region, Scatter, TensorBytes, Threads};
+use crate::storage::{
+    self, CellMap, Plane, ProgressCallback, Region, Scatter, TensorBytes, Threads, Transfer,
+};
 use crate::types::{SeqId, StateFlags, Token};
 
 /// A state on its way out. `'a`: the memory of the tensors.
@@ -21,7 +23,7 @@ pub struct StateWriter<'a> {
     /// -1: the whole context.
     seq_id: SeqId,
     record: RecordSink<'a>,
-    threads: Threads,
+    transfer: Transfer,
     progress: Option<ProgressCallback>,
 }
 
@@ -29,12 +31,12 @@ impl<'a> StateWriter<'a> {
     /// Collects the state of a sequence, or with -1 of a whole context.
     #[must_use]
     pub fn new(seq_id: SeqId) -> Self {
-        Self { seq_id, record: RecordSink::default(), threads: Threads::default(), progress: None }
+        Self { seq_id, record: RecordSink::default(), transfer: Transfer::default(), progress: None }
     }
 
     /// Copies on this many threads.
     pub fn set_threads(&mut self, threads: Threads) {
-        self.threads = threads;
+        self.transfer.threads = threads;
     }
 
     /// Calls `progress` while a file is saved.
@@ -84,7 +86,7 @@ impl<'a> StateWriter<'a> {
         let mut sink = SliceSink::new(dst);
         sink.write(&self.blob_header())?;
         self.record.replay(&mut sink)?;
-        sink.finish(self.threads)
+        sink.finish(&self.transfer)
     }
 
     /// Bytes that [`StateWriter::get_on_device`] writes.
@@ -113,7 +115,7 @@ impl<'a> StateWriter<'a> {
         let mut sink = DeviceSink::new(dst);
         sink.write(&DeviceState::header(self.seq_id))?;
         self.record.replay(&mut sink)?;
-        let (len, tensors) = sink.finish(self.threads)?;
+        let (len, tensors) = sink.finish(&self.transfer)?;
         Ok((len, DeviceState::new(dst[..len].to_vec(), tensors, flags)))
     }
 
@@ -124,14 +126,10 @@ impl<'a> StateWriter<'a> {
     /// [`Error::Io`], [`Error::Cancelled`], and what the owner of a tensor returns; a file that was there is untouched then.
     pub fn save_file(&mut self, path: impl AsRef<Path>, tokens: &[Token], sync: bool) -> Result<u64> {
         let path = path.as_ref();
-        let n_tokens = u32::try_from(tokens.len())
-            .map_err(|_| Error::arg("n_token_count", format!("{} does not fit 32 bits", tokens.len())))?;
         let kind = if self.seq_id == -1 { FileKind::Session } else { FileKind::Sequence };
-        let mut record = RecordSink::default();
-        record.write(&FileHeader { kind, version: StateVersion::CURRENT, n_tokens }.to_bytes())?;
-        record.write(&token_bytes(tokens))?;
+        let mut record = super::file_record(kind, tokens)?;
         self.record.replay(&mut record)?;
-        super::replace_file(path, &record, sync, self.progress.as_mut())
+        super::replace_file(path, &record, sync, &self.transfer, self.progress.as_mut())
     }
 
     fn blob_header(&self) -> Vec<u8> {
@@ -175,7 +173,7 @@ pub struct StateReader<'a> {
     failed: Option<String>,
     /// Full-attention sections of partial states, which older llama.cpp wrote, are read and dropped.
     legacy_partial: bool,
-    threads: Threads,
+    transfer: Transfer,
     /// Where the state is, if it is in a file.
     file: Option<&'a StateFile>,
 }
@@ -231,7 +229,7 @@ impl<'a> StateReader<'a> {
             pending: Vec::new(),
             failed: None,
             legacy_partial: false,
-            threads: Threads::default(),
+            transfer: Transfer::default(),
             file: None,
         }
     }
@@ -246,7 +244,7 @@ impl<'a> StateReader<'a> {
 
     /// Copies on this many threads.
     pub fn set_threads(&mut self, threads: Threads) {
-        self.threads = threads;
+        self.transfer.threads = threads;
     }
 
     /// Bytes consumed, header included.
@@ -270,7 +268,8 @@ impl<'a> StateReader<'a> {
     /// Starts over: forgets what was planned and read. With `legacy_partial`, full-attention sections of partial states
     /// are expected: llama.cpp wrote them until October 2026.
     pub fn restart(&mut self, legacy_partial: bool) {
-        *self = Self { legacy_partial, threads: self.threads, ..Self::of_source(self.start.clone()) };
+        *self =
+            Self { legacy_partial, transfer: self.transfer.clone(), ..Self::of_source(self.start.clone()) };
     }
 
     /// The next bytes.
@@ -408,7 +407,7 @@ impl<'a> StateReader<'a> {
                 Pending::Tensor(plane, src) => batch.push(Scatter { plane, map: &one, n_src: 1, src: *src }),
             }
         }
-        let scattered = storage::scatter(&mut batch, self.threads, None);
+        let scattered = storage::scatter(&mut batch, &self.transfer, None);
         self.pending.clear();
         scattered.map_err(|error| {
             self.failed = Some("its tensors could not all be copied".into());

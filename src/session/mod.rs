@@ -5,19 +5,21 @@
 //! the page cache to the cache, piece by piece.
 
 mod compose;
+mod job;
 mod replace;
 mod state_file;
 
 use std::path::Path;
 
-use crate::context::Context;
+use crate::context::{Context, Snapshot};
 use crate::error::{Error, Result};
 use crate::format::{FileHeader, FileKind, StateVersion, token_bytes};
 use crate::state::{Input, RecordSink, Sink, write_file};
-use crate::storage::ProgressCallback;
-use crate::types::{Seq, SeqId, Token};
+use crate::storage::{ProgressCallback, Transfer};
+use crate::types::{Seq, SeqId, StateFlags, Token};
 
 pub use compose::{StateReader, StateWriter};
+pub use job::Job;
 pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
 
 use replace::Replacement;
@@ -81,23 +83,14 @@ impl Context {
     }
 
     fn save_file(&mut self, path: &Path, kind: FileKind, seq: Option<Seq>, tokens: &[Token]) -> Result<u64> {
-        let n_tokens = u32::try_from(tokens.len())
-            .map_err(|_| Error::arg("n_token_count", format!("{} does not fit 32 bits", tokens.len())))?;
+        let mut record = file_record(kind, tokens)?;
         self.apply_shifts_of(seq)?;
         let mut progress = self.progress.take();
         let saved = self
-            .record_file(FileHeader { kind, version: StateVersion::CURRENT, n_tokens }, tokens, seq)
-            .and_then(|record| replace_file(path, &record, self.sync_files, progress.as_mut()));
+            .write_file_state(&mut record, seq)
+            .and_then(|()| replace_file(path, &record, self.sync_files, &self.transfer, progress.as_mut()));
         self.progress = progress;
         saved
-    }
-
-    fn record_file(&self, header: FileHeader, tokens: &[Token], seq: Option<Seq>) -> Result<RecordSink<'_>> {
-        let mut record = RecordSink::default();
-        record.write(&header.to_bytes())?;
-        record.write(&token_bytes(tokens))?;
-        self.write_file_state(&mut record, seq)?;
-        Ok(record)
     }
 
     fn load_file(
@@ -139,16 +132,50 @@ fn with_path(error: Error, path: &Path) -> Error {
     }
 }
 
+/// A file holds whole states only.
+fn check_whole(snapshot: &Snapshot) -> Result<()> {
+    if snapshot.flags().contains(StateFlags::PARTIAL_ONLY) {
+        return Err(Error::arg("snapshot", "is partial, and a file holds a whole state"));
+    }
+    Ok(())
+}
+
+/// Writes a snapshot to a file.
+fn snapshot_file(
+    snapshot: &Snapshot,
+    path: &Path,
+    tokens: &[Token],
+    sync: bool,
+    progress: Option<&mut ProgressCallback>,
+) -> Result<u64> {
+    check_whole(snapshot)?;
+    let kind = if snapshot.seq_id().is_some() { FileKind::Sequence } else { FileKind::Session };
+    let mut record = file_record(kind, tokens)?;
+    snapshot.state.replay(&mut record)?;
+    replace_file(path, &record, sync, &snapshot.transfer, progress)
+}
+
+/// What a file has before its state.
+fn file_record<'a>(kind: FileKind, tokens: &[Token]) -> Result<RecordSink<'a>> {
+    let n_tokens = u32::try_from(tokens.len())
+        .map_err(|_| Error::arg("n_token_count", format!("{} does not fit 32 bits", tokens.len())))?;
+    let mut record = RecordSink::default();
+    record.write(&FileHeader { kind, version: StateVersion::CURRENT, n_tokens }.to_bytes())?;
+    record.write(&token_bytes(tokens))?;
+    Ok(record)
+}
+
 /// Writes a recorded file beside `path`, then renames it over what is there; returns its size.
 fn replace_file(
     path: &Path,
     record: &RecordSink<'_>,
     sync: bool,
+    transfer: &Transfer,
     progress: Option<&mut ProgressCallback>,
 ) -> Result<u64> {
     let mut file = Replacement::create(path)?;
     file.reserve(record.bytes())?;
-    write_file(record, file.writer(), progress).map_err(|error| with_path(error, path))?;
+    write_file(record, file.writer(), transfer, progress).map_err(|error| with_path(error, path))?;
     file.commit(record.bytes(), sync)?;
     Ok(record.bytes())
 }

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::Source;
+use super::{Source, TensorCopies};
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::types::{SeqId, StateFlags};
@@ -14,7 +14,7 @@ use crate::types::{SeqId, StateFlags};
 #[derive(Debug)]
 pub struct DeviceState {
     metadata: Vec<u8>,
-    tensors: Vec<u8>,
+    tensors: TensorCopies,
     /// The blob of a partial state may be the beginning of another state's.
     flags: StateFlags,
 }
@@ -49,7 +49,7 @@ impl DeviceState {
     }
 
     /// The state behind the blob `metadata`.
-    pub(crate) fn new(metadata: Vec<u8>, tensors: Vec<u8>, flags: StateFlags) -> Self {
+    pub(crate) fn new(metadata: Vec<u8>, tensors: TensorCopies, flags: StateFlags) -> Self {
         Self { metadata, tensors, flags }
     }
 
@@ -75,6 +75,6 @@ impl DeviceState {
         }
         let mut metadata = Cursor::new(&self.metadata);
         metadata.bytes("header", SEQ_BLOB_HEADER_LEN)?;
-        Ok(Source::beside(metadata, Cursor::new(&self.tensors)))
+        Ok(Source::beside(metadata, &self.tensors))
     }
 }

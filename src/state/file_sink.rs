@@ -3,13 +3,13 @@
 //! Bytes are gathered into a buffer that stays in the cache and written in whole chunks; what lies in memory as it does
 //! in the state is written from where it is.
 
-use std::io::Write;
+use std::io::{self, IoSlice, Write};
 
 use bytemuck::{Pod, Zeroable};
 
 use super::sink::{RecordSink, Sink};
 use crate::error::{Error, Result};
-use crate::storage::{self, ProgressCallback, Region, Threads};
+use crate::storage::{self, ProgressCallback, Region, RegionDrain, Threads, Transfer};
 
 /// Bytes of a write, and what the offset of every write is a multiple of: enough to be worth a system call, few enough
 /// to be in the second-level cache still.
@@ -31,10 +31,19 @@ const BORROW_MAX: usize = 2 * CHUNK;
 pub fn write_file(
     record: &RecordSink<'_>,
     out: &mut impl Write,
+    transfer: &Transfer,
     progress: Option<&mut ProgressCallback>,
 ) -> Result<()> {
-    let mut sink =
-        FileSink { out, buffer: Buffer::new()?, len: 0, written: 0, total: record.bytes(), progress };
+    let mut sink = FileSink {
+        out,
+        buffer: Buffer::new()?,
+        len: 0,
+        written: 0,
+        total: record.bytes(),
+        progress,
+        drain: RegionDrain::new(record.regions(), transfer)?,
+        transfer: Transfer::with_threads(Threads::new(1)),
+    };
     record.replay(&mut sink)?;
     if sink.len > 0 { sink.send(sink.len) } else { Ok(()) }
 }
@@ -83,6 +92,10 @@ struct FileSink<'w, W> {
     written: u64,
     total: u64,
     progress: Option<&'w mut ProgressCallback>,
+    /// Regions on devices.
+    drain: RegionDrain,
+    /// How regions in host memory are copied: a buffer at a time.
+    transfer: Transfer,
 }
 
 impl<W: Write> FileSink<'_, W> {
@@ -117,6 +130,20 @@ impl<W: Write> FileSink<'_, W> {
     }
 }
 
+/// Writes all of several slices with as few calls as it takes.
+fn write_all(out: &mut impl Write, mut slices: &mut [IoSlice<'_>]) -> io::Result<()> {
+    IoSlice::advance_slices(&mut slices, 0);
+    while !slices.is_empty() {
+        match out.write_vectored(slices) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(n) => IoSlice::advance_slices(&mut slices, n),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
 /// The path is added by the session, which knows it.
 fn write_error(source: std::io::Error) -> Error {
     Error::Io { op: "write", path: String::new(), source }
@@ -133,6 +160,17 @@ impl<'a, W: Write> Sink<'a> for FileSink<'_, W> {
     }
 
     fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
+        if region.device().is_some() {
+            let Self { out, buffer, len, written, total, progress, drain, .. } = self;
+            return drain.region(&region, |bytes| {
+                // From where the device has put them, behind what is in the buffer.
+                let mut slices = [IoSlice::new(&buffer.bytes()[..*len]), IoSlice::new(bytes)];
+                write_all(*out, &mut slices).map_err(write_error)?;
+                *written += (*len + bytes.len()) as u64;
+                *len = 0;
+                progress.as_deref_mut().map_or(Ok(()), |progress| progress.report(*written, *total))
+            });
+        }
         if region.bytes() >= BORROW_MIN
             && let Some(bytes) = region.as_contiguous()
         {
@@ -143,9 +181,10 @@ impl<'a, W: Write> Sink<'a> for FileSink<'_, W> {
             whole.chunks(BORROW_MAX).try_for_each(|bytes| self.send_borrowed(bytes))?;
             return self.write(tail);
         }
+        let transfer = self.transfer.clone();
         region.split(PIECE as u64).try_for_each(|piece| {
             let n = usize::try_from(piece.bytes()).unwrap_or(usize::MAX);
-            self.push(n, |out| storage::gather(&[(0, piece)], out, Threads::new(1)))
+            self.push(n, |out| storage::gather(&[(0, piece)], out, &transfer, None))
         })
     }
 }

@@ -9,9 +9,11 @@
 mod device;
 mod file_sink;
 mod sink;
+mod snapshot;
 mod source;
 
 pub use device::DeviceState;
 pub use file_sink::write_file;
 pub use sink::{CountSink, DeviceSink, RecordSink, Sink, SliceSink};
+pub use snapshot::{Snapshot, TensorCopies};
 pub use source::{Input, Source};

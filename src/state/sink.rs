@@ -1,7 +1,8 @@
 //! Sinks: count, slice, record, device.
 
+use super::TensorCopies;
 use crate::error::{Error, Result};
-use crate::storage::{self, Region, Threads};
+use crate::storage::{self, ProgressCallback, Region, Transfer};
 
 /// Takes a state's bytes in order. `'a` is the cache that the regions point into.
 pub trait Sink<'a> {
@@ -109,8 +110,20 @@ impl<'out> SliceSink<'_, 'out> {
     ///
     /// # Errors
     /// As [`storage::gather`].
-    pub fn finish(self, threads: Threads) -> Result<usize> {
-        storage::gather(&self.batch, self.out, threads)?;
+    pub fn finish(self, transfer: &Transfer) -> Result<usize> {
+        self.finish_reporting(transfer, None)
+    }
+
+    /// As [`SliceSink::finish`], telling how far it is.
+    ///
+    /// # Errors
+    /// As [`storage::gather`].
+    pub fn finish_reporting(
+        self,
+        transfer: &Transfer,
+        progress: Option<&mut ProgressCallback>,
+    ) -> Result<usize> {
+        storage::gather(&self.batch, self.out, transfer, progress)?;
         Ok(self.len)
     }
 }
@@ -160,6 +173,16 @@ impl<'a> RecordSink<'a> {
         }
     }
 
+    /// The regions, in order.
+    pub(super) fn regions(&self) -> impl Iterator<Item = &Region<'a>> + Clone {
+        self.regions.iter().map(|(_, region)| region)
+    }
+
+    /// The metadata, and the regions with the bytes of metadata before each.
+    pub(super) fn into_parts(self) -> (Vec<u8>, Vec<(usize, Region<'a>)>) {
+        (self.metadata, self.regions)
+    }
+
     /// Gives everything to `sink`, in order.
     ///
     /// # Errors
@@ -194,28 +217,26 @@ impl<'a> Sink<'a> for RecordSink<'a> {
     }
 }
 
-/// Splits a state: metadata into the caller's buffer, tensors into memory of the context (`ON_DEVICE`).
+/// Splits a state: metadata into the caller's buffer, tensors into copies that stay where the cache is (`ON_DEVICE`).
 #[derive(Debug)]
 pub struct DeviceSink<'a, 'out> {
     metadata: SliceSink<'a, 'out>,
-    batch: Vec<(u64, Region<'a>)>,
-    tensor_bytes: u64,
+    regions: Vec<Region<'a>>,
 }
 
 impl<'out> DeviceSink<'_, 'out> {
     /// Puts the metadata into `out`.
     pub fn new(out: &'out mut [u8]) -> Self {
-        Self { metadata: SliceSink::new(out), batch: Vec::new(), tensor_bytes: 0 }
+        Self { metadata: SliceSink::new(out), regions: Vec::new() }
     }
 
-    /// Copies the tensors; returns the bytes of the metadata, and the tensors one after another.
+    /// Copies the tensors; returns the bytes of the metadata, and the copies.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`], and as [`storage::gather`].
-    pub fn finish(self, threads: Threads) -> Result<(usize, Vec<u8>)> {
-        let mut tensors = zeroed(self.tensor_bytes, "a device state")?;
-        storage::gather(&self.batch, &mut tensors, threads)?;
-        Ok((self.metadata.finish(threads)?, tensors))
+    /// As [`storage::copy_regions`].
+    pub fn finish(self, transfer: &Transfer) -> Result<(usize, TensorCopies)> {
+        let tensors = TensorCopies::of(&self.regions, transfer)?;
+        Ok((self.metadata.finish(transfer)?, tensors))
     }
 }
 
@@ -229,18 +250,7 @@ impl<'a> Sink<'a> for DeviceSink<'a, '_> {
     }
 
     fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
-        let offset = self.tensor_bytes;
-        self.tensor_bytes += region.bytes();
-        self.batch.push((offset, region));
+        self.regions.push(region);
         Ok(())
     }
-}
-
-/// `n` zero bytes, or an error where `vec!` would abort.
-fn zeroed(n: u64, what: &'static str) -> Result<Vec<u8>> {
-    let mut out = Vec::new();
-    let len = usize::try_from(n).unwrap_or(usize::MAX);
-    out.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { what, bytes: n })?;
-    out.resize(len, 0);
-    Ok(out)
 }

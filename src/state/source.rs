@@ -2,6 +2,7 @@
 
 use std::fs::File;
 
+use super::snapshot::{CopiesCursor, Snapshot, TensorCopies};
 use crate::error::{Error, Result};
 use crate::format::{Cursor, StateVersion};
 use crate::storage::{TensorBytes, read_error, read_exact_at};
@@ -13,7 +14,7 @@ enum Tensors<'a> {
     /// Among the metadata.
     InPlace,
     /// One after another beside it: an `ON_DEVICE` blob.
-    Beside(Cursor<'a>),
+    Beside(CopiesCursor<'a>),
     /// Kept by somebody else: they are only counted, in bytes, and read as nothing.
     Elsewhere(u64),
 }
@@ -48,8 +49,14 @@ impl<'a> Source<'a> {
     }
 
     /// A state in memory, whose tensors lie beside it.
-    pub(super) fn beside(metadata: Cursor<'a>, tensors: Cursor<'a>) -> Self {
-        Self { tensors: Tensors::Beside(tensors), ..Self::blob(metadata) }
+    pub(super) fn beside(metadata: Cursor<'a>, tensors: &'a TensorCopies) -> Self {
+        Self { tensors: Tensors::Beside(CopiesCursor::new(tensors)), ..Self::blob(metadata) }
+    }
+
+    /// A state that was copied.
+    #[must_use]
+    pub fn snapshot(snapshot: &'a Snapshot) -> Self {
+        Self::beside(Cursor::new(snapshot.metadata()), snapshot.tensors())
     }
 
     /// The state in a file of `size` bytes, from `offset` on.
@@ -110,7 +117,7 @@ impl<'a> Source<'a> {
     /// [`Error::Truncated`] if fewer are left.
     pub fn tensor(&mut self, field: &'static str, n: u64) -> Result<TensorBytes<'a>> {
         let memory = match (&mut self.tensors, &mut self.metadata) {
-            (Tensors::Beside(tensors), _) => tensors.bytes(field, n)?,
+            (Tensors::Beside(tensors), _) => return tensors.tensor(field, n),
             (Tensors::Elsewhere(bytes), _) => {
                 *bytes = bytes.saturating_add(n);
                 &[]

@@ -4,14 +4,15 @@
 
 use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 
+use super::cuda::{self, DevicePlane, LocalPart, Part};
 use super::file::{read_error, read_exact_at};
 use super::host::How;
 use super::kernels::Kernels;
 use super::region::Rectangle;
-use super::{CellMap, Plane, ProgressCallback, Region, Threads};
+use super::{CellMap, Plane, ProgressCallback, Region, Threads, Transfer};
 use crate::error::{Error, Result};
 
 /// Bytes of a piece: few enough to lie in the cache between a file and a plane, enough to be worth a system call.
@@ -37,6 +38,8 @@ pub enum TensorBytes<'a> {
         /// Number of bytes.
         len: u64,
     },
+    /// In a plane of their own, which has just these cells: a snapshot's.
+    Plane(&'a Plane),
 }
 
 /// One plane's part of a restore.
@@ -56,83 +59,316 @@ pub struct Scatter<'a> {
 ///
 /// # Errors
 /// [`Error::BufferTooSmall`] if a region ends past `out`; nothing is written then. What the owner of a remote
-/// tensor returns.
-pub fn gather(batch: &[(u64, Region<'_>)], out: &mut [u8], threads: Threads) -> Result<()> {
+/// tensor returns; [`Error::Device`], [`Error::Cancelled`].
+pub fn gather(
+    batch: &[(u64, Region<'_>)],
+    out: &mut [u8],
+    transfer: &Transfer,
+    progress: Option<&mut ProgressCallback>,
+) -> Result<()> {
     let size = out.len() as u64;
     let end = |(offset, region): &(u64, Region<'_>)| offset.saturating_add(region.bytes());
     let need = batch.iter().map(end).max().unwrap_or(0);
     if need > size {
         return Err(Error::BufferTooSmall { need, size });
     }
-    if batch.is_empty() {
-        return Ok(());
-    }
+    let mut report = Report::new(progress, batch.iter().map(|(_, region)| region.bytes()).sum());
     let in_order = batch.windows(2).all(|pair| end(&pair[0]) <= pair[1].0);
     if !in_order {
-        return batch.iter().try_for_each(|(offset, region)| {
+        batch.iter().try_for_each(|(offset, region)| {
             let out = &mut out[index(*offset)..][..index(region.bytes())];
-            gather(&[(0, region.clone())], out, threads)
-        });
+            gather_each(vec![(region, out)], transfer, &mut report)
+        })?;
+        return report.finish();
+    }
+    // One after another in `out`, the regions are slices of it that lie apart.
+    let (mut out, mut at) = (out, 0);
+    let parts = batch.iter().map(|(offset, region)| {
+        let (_, from_offset) = std::mem::take(&mut out).split_at_mut(index(offset - at));
+        let (part, rest) = from_offset.split_at_mut(index(region.bytes()));
+        (out, at) = (rest, offset + region.bytes());
+        (region, part)
+    });
+    gather_each(parts.collect(), transfer, &mut report)?;
+    report.finish()
+}
+
+/// Writes every region to its bytes.
+fn gather_each(
+    parts: Vec<(&Region<'_>, &mut [u8])>,
+    transfer: &Transfer,
+    report: &mut Report<'_>,
+) -> Result<()> {
+    let (on_host, on_device): (Vec<_>, Vec<_>) =
+        parts.into_iter().partition(|(region, _)| region.plane.on_device().is_none());
+    for group in by_device(on_device, |(region, _)| region.plane) {
+        let (regions, outs): (Vec<_>, Vec<_>) = group.into_iter().unzip();
+        let parts: Vec<_> = regions.iter().filter_map(|region| region.device_part()).collect();
+        cuda::gather(&parts, outs, transfer, report)?;
     }
     let work = Work::new(
-        batch.iter().map(|(_, region)| region.bytes()).sum(),
-        batch.iter().any(|(_, region)| region.plane.is_remote()),
-        threads,
+        on_host.iter().map(|(region, _)| region.bytes()).sum(),
+        on_host.iter().any(|(region, _)| region.plane.is_remote()),
+        transfer.threads,
     );
-    // One after another in `out`, the pieces are slices of it that lie apart.
-    let (mut out, mut at) = (out, 0);
-    let pieces = batch.iter().flat_map(|(offset, region)| {
-        region.block.clone().split(PIECE).scan(*offset, move |next, block| {
-            let start = *next;
-            *next += block.bytes();
-            Some((start, region, block))
+    let pieces = on_host.into_iter().flat_map(|(region, out)| {
+        region.block.clone().split(PIECE).scan(out, move |rest, block| {
+            let (piece, behind) = std::mem::take(rest).split_at_mut(index(block.bytes()));
+            *rest = behind;
+            Some((region, block, piece))
         })
     });
-    let pieces = pieces.map(|(offset, region, block)| {
-        let (_, from_offset) = std::mem::take(&mut out).split_at_mut(index(offset - at));
-        let (piece, rest) = from_offset.split_at_mut(index(block.bytes()));
-        (out, at) = (rest, offset + block.bytes());
-        (region, block, piece)
-    });
-    work.run(pieces, None, |(region, block, out), _| {
+    work.run(pieces, Some(report), |(region, block, out), _| {
         region.plane.read(&region.map, &block, out, work.how)?;
         Ok(block.bytes())
     })
+}
+
+/// A copy of every region, as a plane that has just its cells: in host memory, or on the device where the region is. The caller's
+/// streams wait for it; nobody else does.
+///
+/// # Errors
+/// [`Error::OutOfMemory`], and as [`gather`].
+pub fn copy_regions(regions: &[Region<'_>], transfer: &Transfer) -> Result<Vec<Plane>> {
+    let mut copies: Vec<Option<Plane>> = regions.iter().map(|_| None).collect();
+    let (on_host, on_device): (Vec<_>, Vec<_>) =
+        (0..regions.len()).partition(|&i| regions[i].plane.on_device().is_none());
+    let shapes = |of: &[usize]| -> Vec<_> { of.iter().map(|&i| regions[i].dense_shape()).collect() };
+    for group in by_device(on_device, |&i| regions[i].plane) {
+        let Some(device) = group.first().and_then(|&i| regions[i].plane.on_device()) else { continue };
+        let planes = DevicePlane::allocate_copies(&device.device, &shapes(&group))?;
+        let parts: Vec<_> = group
+            .iter()
+            .zip(&planes)
+            .filter_map(|(&i, blob)| Some(LocalPart { part: regions[i].device_part()?, blob }))
+            .collect();
+        cuda::gather_local(&parts, transfer)?;
+        for ((&i, plane), (shape, kv_size)) in group.iter().zip(planes).zip(shapes(&group)) {
+            copies[i] = Some(Plane::of_device(plane, kv_size, shape));
+        }
+    }
+    let mut planes = Plane::allocate_each(&shapes(&on_host), "a snapshot")?;
+    let parts =
+        on_host.iter().zip(&mut planes).filter_map(|(&i, plane)| Some((&regions[i], plane.as_bytes_mut()?)));
+    gather_each(parts.collect(), transfer, &mut Report::new(None, 0))?;
+    on_host.into_iter().zip(planes).for_each(|(i, plane)| copies[i] = Some(plane));
+    Ok(copies.into_iter().flatten().collect())
+}
+
+/// Has all that [`scatter`] will need of devices: buffers, and streams that can be waited for.
+///
+/// # Errors
+/// [`Error::OutOfMemory`], [`Error::Device`], [`Error::InvalidArgument`] for a stream that is being captured.
+pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<()> {
+    let on_device: Vec<_> = batch.iter().filter(|part| part.plane.on_device().is_some()).collect();
+    for group in by_device(on_device, |part| part.plane) {
+        let parts = group.iter().filter_map(|part| {
+            let block = Rectangle::new(part.plane.shape(), 0..part.n_src);
+            Some(Part { plane: part.plane.on_device()?, map: part.map, block })
+        });
+        cuda::prepare(&parts.collect::<Vec<_>>(), transfer)?;
+    }
+    Ok(())
 }
 
 /// Writes the moved cells of every part into its plane, and no other byte.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if `src` is not `n_src` cells, or a map leaves the blob or the plane; nothing is
-/// written then. [`Error::Io`] if a file cannot be read, [`Error::Cancelled`], and what the owner of a remote tensor
-/// returns: some cells are written then, and some not.
+/// written then. [`Error::Io`] if a file cannot be read, [`Error::Cancelled`], [`Error::Device`], and what the owner of a
+/// remote tensor returns: some cells are written then, and some not.
 pub fn scatter(
     batch: &mut [Scatter<'_>],
-    threads: Threads,
+    transfer: &Transfer,
     progress: Option<&mut ProgressCallback>,
 ) -> Result<()> {
     for part in &*batch {
         part.plane.check_write(part.map, part.n_src, part.src.len())?;
     }
+    let mut report = Report::new(progress, batch.iter().map(|part| part.src.len()).sum());
+    // What lies on a device goes to a plane there by itself; to any other it goes through host memory.
+    let mut fetched = Vec::new();
+    for part in &*batch {
+        fetched.push(match part.src {
+            TensorBytes::Plane(blob) if !blob.is_beside(part.plane) => Some(blob.to_host(transfer)?),
+            _ => None,
+        });
+    }
+    let parts = batch.iter().zip(&fetched).map(|(part, fetched)| {
+        let src = fetched.as_deref().map_or(part.src, TensorBytes::Memory);
+        HostSource { plane: part.plane, map: part.map, n_src: part.n_src, src }
+    });
+    let (on_host, on_device): (Vec<_>, Vec<_>) = parts.partition(|part| part.plane.on_device().is_none());
+    for group in by_device(on_device, |part| part.plane) {
+        let (mut parts, mut srcs, mut local, mut local_bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
+        for HostSource { plane, map, n_src, src } in group {
+            let Some(on_device) = plane.on_device() else { continue };
+            let part = Part { plane: on_device, map, block: Rectangle::new(plane.shape(), 0..n_src) };
+            match src {
+                TensorBytes::Plane(blob) => {
+                    local_bytes += src.len();
+                    local.extend(blob.on_device().map(|blob| LocalPart { part, blob }));
+                }
+                src => {
+                    parts.push(part);
+                    srcs.push(src);
+                }
+            }
+        }
+        cuda::scatter_local(&local, transfer)?;
+        report.add(local_bytes)?;
+        cuda::scatter(&parts, &srcs, transfer, &mut report)?;
+    }
     let work = Work::new(
-        batch.iter().map(|part| part.src.len()).sum(),
-        batch.iter().any(|part| part.plane.is_remote()),
-        threads,
+        on_host.iter().map(|part| part.src.len()).sum(),
+        on_host.iter().any(|part| part.plane.is_remote()),
+        transfer.threads,
     );
-    let pieces = batch.iter().flat_map(|part| {
+    let pieces = on_host.iter().flat_map(|part| {
         Rectangle::new(part.plane.shape(), 0..part.n_src).split(PIECE).scan(0, move |next, block| {
             let start = *next;
             *next += block.bytes();
             Some((start, part, block))
         })
     });
-    work.run(pieces, progress, |(start, part, block), buffer| {
+    work.run(pieces, Some(&mut report), |(start, part, block), buffer| {
         let src = part.src.piece(start, block.bytes(), buffer)?;
         // SAFETY: the planes are borrowed for writing by `batch`, and of all pieces only this one has cells of its
         // rectangle.
         unsafe { part.plane.write(part.map, &block, src, work.how)? };
         Ok(block.bytes())
+    })?;
+    report.finish()
+}
+
+/// A part of a restore whose plane `batch` has borrowed for writing.
+struct HostSource<'a> {
+    plane: &'a Plane,
+    map: &'a CellMap,
+    n_src: u32,
+    src: TensorBytes<'a>,
+}
+
+/// Copies the cells that `map` names between planes, `(dst, src)`, of which each pair has one shape (`seq_cp` across
+/// streams).
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if a pair differs in shape or size, or the map leaves a plane; nothing is written
+/// then. [`Error::Device`].
+pub fn copy_cells(pairs: Vec<(&mut Plane, &Plane)>, map: &CellMap, transfer: &Transfer) -> Result<()> {
+    pairs.iter().try_for_each(|(dst, src)| dst.check_copy(src, map))?;
+    let mut on_device = Vec::new();
+    for (dst, src) in pairs {
+        if dst.on_device().is_some() && src.is_beside(dst) {
+            on_device.push((&*dst, src));
+        } else if dst.on_device().is_some() || src.on_device().is_some() {
+            copy_through_host(dst, src, map, transfer)?;
+        } else {
+            dst.copy_cells_from(src, map)?;
+        }
+    }
+    for group in by_device(on_device, |&(dst, _)| dst) {
+        let pairs: Vec<_> =
+            group.iter().filter_map(|(dst, src)| dst.on_device().zip(src.on_device())).collect();
+        cuda::copy_cells(&pairs, map, transfer)?;
+    }
+    Ok(())
+}
+
+/// Between two devices, or a device and the host.
+fn copy_through_host(dst: &mut Plane, src: &Plane, map: &CellMap, transfer: &Transfer) -> Result<()> {
+    let cells: Vec<u32> = map.moves().iter().flat_map(|m| m.dst..m.dst + m.len).collect();
+    let map = Arc::new(CellMap::of_cells(&cells)?);
+    let region = Region::new(src, &map)?;
+    let mut blob = zeroed(region.bytes(), "a copy between streams")?;
+    gather(&[(0, region)], &mut blob, transfer, None)?;
+    let part = Scatter { plane: dst, map: &map, n_src: map.n_cells(), src: TensorBytes::Memory(&blob) };
+    scatter(&mut [part], transfer, None)
+}
+
+/// Zeroes the cells of every plane that its map names.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if a map leaves a plane; nothing is written then. [`Error::Device`], and what the owner of a
+/// remote tensor returns.
+pub fn zero_cells(parts: Vec<(&mut Plane, &CellMap)>, transfer: &Transfer) -> Result<()> {
+    parts.iter().try_for_each(|(plane, map)| plane.check_cells(map))?;
+    let (on_host, on_device): (Vec<_>, Vec<_>) =
+        parts.into_iter().partition(|(plane, _)| plane.on_device().is_none());
+    for (plane, map) in on_host {
+        plane.zero(map)?;
+    }
+    let on_device = on_device.into_iter().map(|(plane, map)| (&*plane, map)).collect();
+    for group in by_device(on_device, |&(plane, _)| plane) {
+        let parts: Vec<_> =
+            group.iter().filter_map(|(plane, map)| Some((plane.on_device()?, *map))).collect();
+        cuda::zero_cells(&parts, transfer)?;
+    }
+    Ok(())
+}
+
+/// What is on each device, in the order in which devices come up; each of `all` is on one.
+fn by_device<'a, T>(all: Vec<T>, plane: impl Fn(&T) -> &'a Plane) -> Vec<Vec<T>> {
+    let mut groups: Vec<(i32, Vec<T>)> = Vec::new();
+    for one in all {
+        let Some(ordinal) = plane(&one).device() else { continue };
+        match groups.iter_mut().find(|(of, _)| *of == ordinal) {
+            Some((_, group)) => group.push(one),
+            None => groups.push((ordinal, vec![one])),
+        }
+    }
+    groups.into_iter().map(|(_, group)| group).collect()
+}
+
+/// Copies slices that lie apart, `(to, from)` of the same length, on some threads.
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "devices need it"))]
+pub(super) fn copy_slices(copies: Vec<(&mut [u8], &[u8])>, threads: Threads) -> Result<()> {
+    let work = Work::new(copies.iter().map(|(to, _)| to.len() as u64).sum(), false, threads);
+    let pieces =
+        copies.into_iter().flat_map(|(to, from)| to.chunks_mut(index(PIECE)).zip(from.chunks(index(PIECE))));
+    work.run(pieces, None, |(to, from), _| {
+        to.copy_from_slice(from);
+        Ok(to.len() as u64)
     })
+}
+
+/// `n` zero bytes, or an error where `vec!` would abort.
+pub(super) fn zeroed(n: u64, what: &'static str) -> Result<Vec<u8>> {
+    let mut out = Vec::new();
+    let len = usize::try_from(n).unwrap_or(usize::MAX);
+    out.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { what, bytes: n })?;
+    out.resize(len, 0);
+    Ok(out)
+}
+
+/// How far a batch is, told to the caller.
+pub(super) struct Report<'a> {
+    callback: Option<&'a mut ProgressCallback>,
+    done: u64,
+    total: u64,
+}
+
+impl<'a> Report<'a> {
+    fn new(callback: Option<&'a mut ProgressCallback>, total: u64) -> Self {
+        Self { callback, done: 0, total }
+    }
+
+    /// So many more bytes are moved. The end is told once, by [`Report::finish`].
+    pub fn add(&mut self, bytes: u64) -> Result<()> {
+        self.done += bytes;
+        self.tell(self.done)
+    }
+
+    fn tell(&mut self, done: u64) -> Result<()> {
+        match self.callback.as_deref_mut().filter(|_| done < self.total) {
+            Some(callback) => callback.report(done, self.total),
+            None => Ok(()),
+        }
+    }
+
+    fn finish(self) -> Result<()> {
+        self.callback.map_or(Ok(()), |callback| callback.report(self.total, self.total))
+    }
 }
 
 impl<'a> TensorBytes<'a> {
@@ -142,6 +378,7 @@ impl<'a> TensorBytes<'a> {
         match self {
             Self::Memory(bytes) => bytes.len() as u64,
             Self::File { len, .. } => *len,
+            Self::Plane(plane) => plane.shape().cell_bytes() * u64::from(plane.kv_size()),
         }
     }
 
@@ -158,7 +395,11 @@ impl<'a> TensorBytes<'a> {
     {
         match *self {
             Self::Memory(bytes) => Ok(&bytes[index(start)..][..index(len)]),
-            Self::File { file, offset, .. } => {
+            Self::Plane(plane) => match plane.as_bytes() {
+                Some(bytes) => Ok(&bytes[index(start)..][..index(len)]),
+                None => Err(Error::Internal(format!("{plane:?} was not brought to the host"))),
+            },
+            Self::File { .. } => {
                 buffer
                     .try_reserve(index(len).saturating_sub(buffer.len()))
                     .map_err(|_| Error::OutOfMemory { what: "the file buffer", bytes: len })?;
@@ -166,9 +407,17 @@ impl<'a> TensorBytes<'a> {
                     buffer.resize(index(len), 0);
                 }
                 let piece = &mut buffer[..index(len)];
-                read_exact_at(file, piece, offset + start).map_err(read_error)?;
+                self.read(start, piece)?;
                 Ok(piece)
             }
+        }
+    }
+
+    /// Reads the bytes from `start` on into `out`.
+    pub(super) fn read(&self, start: u64, out: &mut [u8]) -> Result<()> {
+        match *self {
+            Self::File { file, offset, .. } => read_exact_at(file, out, offset + start).map_err(read_error),
+            _ => self.piece(start, out.len() as u64, &mut Vec::new()).map(|bytes| out.copy_from_slice(bytes)),
         }
     }
 }
@@ -181,7 +430,6 @@ fn index(bytes: u64) -> usize {
 /// How a batch is done.
 #[derive(Clone, Copy, Debug)]
 struct Work {
-    total: u64,
     threads: usize,
     how: How,
 }
@@ -191,7 +439,7 @@ impl Work {
     fn new(total: u64, is_remote: bool, threads: Threads) -> Self {
         let worth = usize::try_from(total / THREAD_MIN).unwrap_or(usize::MAX);
         let threads = if is_remote || worth <= 1 { 1 } else { threads.count().min(worth) };
-        Self { total, threads, how: How { kernels: Kernels::get(), streams: total >= STREAM_MIN } }
+        Self { threads, how: How { kernels: Kernels::get(), streams: total >= STREAM_MIN } }
     }
 
     /// Does every piece, on as many threads as can be had; `each` returns its bytes. After an error no further piece is
@@ -199,12 +447,13 @@ impl Work {
     fn run<T: Send>(
         &self,
         pieces: impl Iterator<Item = T> + Send,
-        mut progress: Option<&mut ProgressCallback>,
+        mut report: Option<&mut Report<'_>>,
         each: impl Fn(T, &mut Vec<u8>) -> Result<u64> + Sync,
     ) -> Result<()> {
         let pieces = Mutex::new(pieces);
         let failure = OnceLock::new();
         let done = AtomicU64::new(0);
+        let before = report.as_ref().map_or(0, |report| report.done);
         let step = |buffer: &mut Vec<u8>| {
             if failure.get().is_some() {
                 return false;
@@ -221,11 +470,8 @@ impl Work {
         let mut steps_of_the_caller = || {
             let mut buffer = Vec::new();
             while step(&mut buffer) {
-                let done = done.load(Ordering::Relaxed);
-                // The end is told once, when every thread is there.
-                if let Some(progress) = progress.as_deref_mut().filter(|_| done < self.total)
-                    && let Err(error) = progress.report(done, self.total)
-                {
+                let done = before + done.load(Ordering::Relaxed);
+                if let Some(Err(error)) = report.as_deref_mut().map(|report| report.tell(done)) {
                     drop(failure.set(error));
                 }
             }
@@ -246,10 +492,9 @@ impl Work {
                 steps_of_the_caller();
             });
         }
-        match (failure.into_inner(), progress) {
-            (Some(error), _) => Err(error),
-            (None, Some(progress)) => progress.report(self.total, self.total),
-            (None, None) => Ok(()),
+        if let Some(report) = report {
+            report.done = before + done.into_inner();
         }
+        failure.into_inner().map_or(Ok(()), Err)
     }
 }

@@ -34,8 +34,8 @@ unsafe impl Sync for Allocation {}
 
 impl Allocation {
     /// `size > 0` zeroed bytes from `start` on.
-    pub(super) fn zeroed(size: u64) -> Result<Self> {
-        let out_of_memory = || Error::OutOfMemory { what: "the cache", bytes: size };
+    pub(super) fn zeroed(size: u64, what: &'static str) -> Result<Self> {
+        let out_of_memory = || Error::OutOfMemory { what, bytes: size };
         // Aligned by hand: a larger alignment would make `alloc_zeroed` write the zeroes, hence touch all pages.
         let layout = usize::try_from(size)
             .ok()

@@ -3,10 +3,17 @@
 //! A plane is one layer's K or V of one stream. [`gather`] reads cells of many planes into a blob,
 //! [`scatter`] writes a blob's cells into many planes; both check the whole batch before the first byte.
 //!
-//! Downwards: `batch` cuts a batch into pieces for threads, `host` walks the cells of a piece, `kernels` copy.
+//! Downwards: `batch` parts a batch by where its planes are, and cuts what is on the host into pieces for threads; `host` walks
+//! the cells of a piece, `kernels` copy. What is on a CUDA device is `cuda`'s.
 
 mod batch;
 mod cell_map;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_cuda.rs"]
+mod cuda;
+mod drain;
 mod file;
 mod host;
 mod kernels;
@@ -17,12 +24,17 @@ mod transfer;
 use std::fmt;
 use std::ops::Range;
 
-pub use batch::{Scatter, TensorBytes, gather, scatter};
+pub use batch::{Scatter, TensorBytes, copy_cells, copy_regions, gather, prepare, scatter, zero_cells};
 pub use cell_map::CellMap;
+pub use cuda::{
+    CallerStream, Device, Staging, StagingParams, StagingReport, alloc_pinned, free_pinned, register_host,
+    unregister_host,
+};
+pub(crate) use drain::RegionDrain;
 pub(crate) use file::{read_error, read_exact_at};
 pub use plane::{Plane, TensorAccess};
 pub use region::Region;
-pub use transfer::{Progress, ProgressCallback, Threads};
+pub use transfer::{Progress, ProgressCallback, Threads, Transfer};
 
 use crate::error::Result;
 use crate::types::Run;

@@ -6,10 +6,11 @@ use std::ptr::NonNull;
 use std::slice;
 use std::sync::Arc;
 
+use super::cuda::{self, Device, DevicePlane};
 use super::host::{self, ALIGN, Allocation, Grid, How, to_usize};
 use super::kernels::Kernels;
 use super::region::Rectangle;
-use super::{CellMap, PlaneShape};
+use super::{CellMap, PlaneShape, Transfer};
 use crate::error::{Error, Result};
 use crate::types::Run;
 
@@ -33,6 +34,8 @@ pub trait TensorAccess: Send + Sync + std::fmt::Debug {
 enum Memory {
     /// In host memory, which is kept unless it is the caller's.
     Host { grid: Grid, _allocation: Option<Arc<Allocation>> },
+    /// In the memory of a device.
+    Device(DevicePlane),
     /// Behind calls of their owner.
     Remote(Arc<dyn TensorAccess>),
 }
@@ -94,6 +97,46 @@ impl Plane {
         Ok(Self { memory: Memory::Remote(access), kv_size, shape, tensor })
     }
 
+    /// Takes the caller's memory of a CUDA device, whichever it is on, as a plane; it is left as it is, and not freed.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if `ptr` is no address in a device's memory, or `shape` does not pass
+    /// [`PlaneShape::check`] or has rows of 4 GiB; those of [`Device::open`].
+    ///
+    /// # Safety
+    /// For the life of the plane, the `shape.span(kv_size)` bytes at `ptr` are memory of the device's primary context,
+    /// and no element of another plane lies on an element of this one. What else is done with them is ordered before and behind
+    /// the calls that use the plane: by the stream that [`Transfer::set_stream`] names, or by waiting.
+    pub unsafe fn adopt_device(ptr: u64, kv_size: u32, shape: PlaneShape) -> Result<Self> {
+        shape.check(kv_size).map_err(|reason| Error::arg("shape", reason))?;
+        Ok(Self::of_device(DevicePlane::adopt(ptr, shape)?, kv_size, shape))
+    }
+
+    /// A plane of a device. Its memory has the `shape.span(kv_size)` bytes.
+    pub(super) fn of_device(plane: DevicePlane, kv_size: u32, shape: PlaneShape) -> Self {
+        Self { memory: Memory::Device(plane), kv_size, shape, tensor: 0 }
+    }
+
+    /// As [`Plane::allocate`], in the memory of a device.
+    ///
+    /// # Errors
+    /// As [`Plane::allocate`], and those of [`Device::open`].
+    pub fn allocate_on(device: &Arc<Device>, shapes: &[PlaneShape], kv_size: u32) -> Result<Vec<Self>> {
+        shapes
+            .iter()
+            .try_for_each(|shape| shape.check(kv_size))
+            .map_err(|reason| Error::arg("shape", reason))?;
+        if shapes.is_empty() {
+            return Ok(Vec::new());
+        }
+        let planes = DevicePlane::allocate(device, shapes, kv_size)?;
+        Ok(planes
+            .into_iter()
+            .zip(shapes)
+            .map(|(plane, &shape)| Self::of_device(plane, kv_size, shape))
+            .collect())
+    }
+
     /// The plane with its owner's name for the tensor, which [`super::Region::tensor`] gives back.
     #[must_use]
     pub fn named(self, tensor: usize) -> Self {
@@ -108,19 +151,25 @@ impl Plane {
     /// [`Error::InvalidArgument`] if a shape does not pass [`PlaneShape::check`], [`Error::OutOfMemory`] if
     /// the memory cannot be had.
     pub fn allocate(shapes: &[PlaneShape], kv_size: u32) -> Result<Vec<Self>> {
+        let shapes: Vec<_> = shapes.iter().map(|&shape| (shape, kv_size)).collect();
+        Self::allocate_each(&shapes, "the cache")
+    }
+
+    /// As [`Plane::allocate`], each with a number of cells of its own; `what` for messages.
+    pub(super) fn allocate_each(shapes: &[(PlaneShape, u32)], what: &'static str) -> Result<Vec<Self>> {
         let mut offsets = Vec::with_capacity(shapes.len());
         let mut size = 0_u64;
-        for shape in shapes {
-            shape.check(kv_size).map_err(|reason| Error::arg("shape", reason))?;
+        for (shape, kv_size) in shapes {
+            shape.check(*kv_size).map_err(|reason| Error::arg("shape", reason))?;
             offsets.push(size);
-            let span = shape.span(kv_size).and_then(|span| span.checked_next_multiple_of(ALIGN as u64));
+            let span = shape.span(*kv_size).and_then(|span| span.checked_next_multiple_of(ALIGN as u64));
             size = size.saturating_add(span.unwrap_or(u64::MAX));
         }
         if shapes.is_empty() {
             return Ok(Vec::new());
         }
-        let memory = Arc::new(Allocation::zeroed(size)?);
-        let plane = |(&shape, offset): (&PlaneShape, u64)| {
+        let memory = Arc::new(Allocation::zeroed(size, what)?);
+        let plane = |(&(shape, kv_size), offset): (&(PlaneShape, u32), u64)| {
             let offset = to_usize(offset)?;
             // SAFETY: the allocation has `size` bytes from its aligned start on, and `offset + span` lies in it.
             let ptr = unsafe { memory.start.add(offset) };
@@ -144,13 +193,105 @@ impl Plane {
     }
 
     /// Address of cell 0, for engines. They use the plane's memory on the terms of [`Plane::adopt`], whoever
-    /// allocated it. NULL if the plane is remote.
+    /// allocated it. An address of the device if [`Plane::device`] names one; NULL if the plane is remote.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         match &self.memory {
             Memory::Host { grid, .. } => grid.ptr,
+            Memory::Device(plane) => {
+                std::ptr::without_provenance_mut(usize::try_from(plane.grid.ptr).unwrap_or(0))
+            }
             Memory::Remote(_) => std::ptr::null_mut(),
         }
+    }
+
+    /// The CUDA device whose memory it is in; `None` for host memory and for remote planes.
+    #[must_use]
+    pub fn device(&self) -> Option<i32> {
+        self.on_device().map(|plane| plane.device.ordinal())
+    }
+
+    pub(super) fn on_device(&self) -> Option<&DevicePlane> {
+        match &self.memory {
+            Memory::Device(plane) => Some(plane),
+            Memory::Host { .. } | Memory::Remote(_) => None,
+        }
+    }
+
+    /// Whether both are on one device.
+    pub(super) fn is_beside(&self, other: &Self) -> bool {
+        self.device().is_some() && self.device() == other.device()
+    }
+
+    /// Its bytes from `offset` on, wherever they are: for engines without kernels of their own, and for looking.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if they are not all the plane's, [`Error::Device`], what a remote plane's owner returns.
+    pub fn get(&self, offset: u64, out: &mut [u8], transfer: &Transfer) -> Result<()> {
+        self.check_span(offset, out.len())?;
+        match &self.memory {
+            Memory::Host { grid, .. } => {
+                let src = grid.ptr.wrapping_add(to_usize(offset)?);
+                // SAFETY: the bytes are the plane's, and by `adopt` a `&mut [u8]` does not lie on it.
+                unsafe { src.copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
+                Ok(())
+            }
+            Memory::Device(plane) => plane.get(offset, out, transfer),
+            Memory::Remote(access) => access.get(self.tensor, offset, out),
+        }
+    }
+
+    /// Writes its bytes from `offset` on.
+    ///
+    /// # Errors
+    /// As [`Plane::get`].
+    pub fn set(&mut self, offset: u64, bytes: &[u8], transfer: &Transfer) -> Result<()> {
+        self.check_span(offset, bytes.len())?;
+        match &self.memory {
+            Memory::Host { grid, .. } => {
+                let dst = grid.ptr.wrapping_add(to_usize(offset)?);
+                // SAFETY: the bytes are the plane's, which is ours to write, and by `adopt` a `&[u8]` does not lie on it.
+                unsafe { bytes.as_ptr().copy_to_nonoverlapping(dst, bytes.len()) };
+                Ok(())
+            }
+            Memory::Device(plane) => plane.set(offset, bytes, transfer),
+            Memory::Remote(access) => access.set(self.tensor, offset, bytes),
+        }
+    }
+
+    fn check_span(&self, offset: u64, len: usize) -> Result<()> {
+        let span = self.shape.span(self.kv_size).unwrap_or(0);
+        if offset.checked_add(len as u64).is_some_and(|end| end <= span) {
+            return Ok(());
+        }
+        Err(Error::arg("offset", format!("{len} bytes at {offset} of a plane of {span}")))
+    }
+
+    /// All its bytes, if it is in host memory and has no gaps.
+    pub(super) fn as_bytes(&self) -> Option<&[u8]> {
+        self.contiguous(Run { start: 0, len: self.kv_size }, &(0..self.shape.strides().n_channel))
+    }
+
+    /// All its bytes, to be written, if it is in host memory of ours and has no gaps.
+    pub(super) fn as_bytes_mut(&mut self) -> Option<&mut [u8]> {
+        let len = self.as_bytes()?.len();
+        match &self.memory {
+            // SAFETY: so many bytes, initialised, and nobody else has them: no engine knows the address.
+            Memory::Host { grid, _allocation: Some(_) } => {
+                Some(unsafe { slice::from_raw_parts_mut(grid.ptr, len) })
+            }
+            _ => None,
+        }
+    }
+
+    /// A copy of all its bytes, which have no gaps.
+    pub(super) fn to_host(&self, transfer: &Transfer) -> Result<Vec<u8>> {
+        let len = self.shape.span(self.kv_size).unwrap_or(u64::MAX);
+        let mut bytes = super::batch::zeroed(len, "a snapshot on its way to another device")?;
+        let map = Arc::new(CellMap::of_run(0, self.kv_size)?);
+        let region = super::Region::new(self, &map)?;
+        super::gather(&[(0, region)], &mut bytes, &transfer.detached(), None)?;
+        Ok(bytes)
     }
 
     /// The owner's name for the tensor, 0 if it gave none.
@@ -166,19 +307,34 @@ impl Plane {
     /// Zeroes every cell, and no byte between cells.
     ///
     /// # Errors
-    /// If the plane is remote and its owner's call fails.
-    pub fn zero_all(&mut self) -> Result<()> {
-        let all = Run { start: 0, len: self.kv_size };
+    /// [`Error::Device`]; what the owner of a remote plane returns.
+    pub fn zero_all(&mut self, transfer: &Transfer) -> Result<()> {
+        let all = CellMap::of_run(0, self.kv_size)?;
+        let Memory::Device(plane) = &self.memory else { return self.zero(&all) };
+        let span = self.shape.span(self.kv_size).unwrap_or(0);
+        if self.shape.cell_bytes().checked_mul(self.kv_size.into()) == Some(span) {
+            plane.zero(span, transfer)
+        } else {
+            cuda::zero_cells(&[(plane, &all)], transfer)
+        }
+    }
+
+    /// Zeroes the cells that `map` names, in host memory or through its owner's calls.
+    pub(super) fn zero(&mut self, map: &CellMap) -> Result<()> {
+        self.check_cells(map)?;
+        let runs = map.runs_in(0..map.src_end());
         match &self.memory {
             Memory::Host { grid, .. } => {
-                // SAFETY: the run is all of the plane, which is ours to write.
-                unsafe { host::zero(*grid, all) };
+                for run in runs {
+                    // SAFETY: the cells are the plane's, which is ours to write.
+                    unsafe { host::zero(*grid, run) };
+                }
                 Ok(())
             }
             Memory::Remote(access) => {
                 let zeroes = vec![0; 1 << 16];
                 let channels = 0..self.shape.strides().n_channel;
-                self.shape.each_piece(&[all].into_iter(), channels, |mut offset, mut bytes| {
+                self.shape.each_piece(&runs, channels, |mut offset, mut bytes| {
                     while bytes > 0 {
                         let n = bytes.min(zeroes.len());
                         access.set(self.tensor, offset, &zeroes[..n])?;
@@ -188,25 +344,35 @@ impl Plane {
                     Ok(())
                 })
             }
+            Memory::Device(_) => Err(self.elsewhere()),
         }
     }
 
-    /// Copies the cells of the stream that `map` names from another plane to the same cells of this one (`seq_cp`
-    /// across streams).
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] if `src` has another shape or size, or the map leaves the plane; nothing is written
-    /// then.
-    pub fn copy_cells_from(&mut self, src: &Self, map: &CellMap) -> Result<()> {
-        if (src.shape, src.kv_size) != (self.shape, self.kv_size) {
+    /// Host code was to reach memory of a device.
+    fn elsewhere(&self) -> Error {
+        Error::Internal(format!("{self:?} is not in host memory"))
+    }
+
+    /// Checks that the cells that `map` names can be copied from `src`.
+    pub(super) fn check_copy(&self, src: &Self, map: &CellMap) -> Result<()> {
+        let cells = |plane: &Self| (Rectangle::new(plane.shape, 0..1), plane.kv_size);
+        if cells(src) != cells(self) {
             let of = |plane: &Self| format!("{} cells of {}", plane.kv_size, plane.shape);
             return Err(Error::arg("src", format!("is {} (expected {})", of(src), of(self))));
         }
-        self.check_cells(map)?;
+        if src.is_remote() || self.is_remote() {
+            return Err(Error::arg("src", "is remote, and its owner has no call to copy between tensors"));
+        }
+        self.check_cells(map)
+    }
+
+    /// Copies the cells that `map` names, which passed [`Plane::check_copy`], from another plane in host memory.
+    pub(super) fn copy_cells_from(&mut self, src: &Self, map: &CellMap) -> Result<()> {
         let (Memory::Host { grid: to, .. }, Memory::Host { grid: from, .. }) = (&self.memory, &src.memory)
         else {
-            return Err(Error::arg("src", "is remote, and its owner has no call to copy between tensors"));
+            return Err(self.elsewhere());
         };
+        self.check_copy(src, map)?;
         let how = How { kernels: Kernels::get(), streams: false };
         // SAFETY: the cells lie in both planes, which are of one shape; this one is ours to write; elements of
         // two planes do not overlap.
@@ -234,6 +400,7 @@ impl Plane {
                 unsafe { how.gather(grid, self.kv_size, map, block.cells.clone(), out.as_mut_ptr()) };
                 Ok(())
             }
+            Memory::Device(_) => Err(self.elsewhere()),
             Memory::Remote(access) => {
                 let mut out = out;
                 let runs = map.runs_in(block.cells.clone());
@@ -275,6 +442,7 @@ impl Plane {
                 unsafe { how.scatter(grid, map, block.cells.clone(), src.as_ptr()) };
                 Ok(())
             }
+            Memory::Device(_) => Err(self.elsewhere()),
             Memory::Remote(access) => {
                 let cells = u64::from(block.cells.end - block.cells.start);
                 for channel in block.channels.clone() {

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::cuda::Part;
 use super::{CellMap, Plane, PlaneShape};
 use crate::error::{Error, Result};
 use crate::types::Run;
@@ -102,6 +103,33 @@ impl<'a> Region<'a> {
         let mut runs = self.runs();
         let run = runs.next()?;
         if runs.next().is_some() { None } else { self.plane.contiguous(run, &self.block.channels) }
+    }
+
+    /// The CUDA device that it is on; `None` for host memory and for remote planes.
+    #[must_use]
+    pub fn device(&self) -> Option<i32> {
+        self.plane.device()
+    }
+
+    /// What a device has to know of it, if it is on one.
+    pub(super) fn device_part(&self) -> Option<Part<'_>> {
+        let plane = self.plane.on_device()?;
+        Some(Part { plane, map: &self.map, block: self.block.clone() })
+    }
+
+    /// Shape and number of cells of a plane that has just these bytes.
+    pub(super) fn dense_shape(&self) -> (PlaneShape, u32) {
+        let Rectangle { channels, cells, elem_size } = &self.block;
+        let n_cells = cells.end - cells.start;
+        let shape = match self.plane.shape() {
+            PlaneShape::Rows { row_size, .. } => PlaneShape::dense_rows(row_size),
+            PlaneShape::Channels { .. } => PlaneShape::dense_channels(
+                channels.end - channels.start,
+                u32::try_from(*elem_size).expect("it was 32 bits"),
+                n_cells,
+            ),
+        };
+        (shape, n_cells)
     }
 
     /// The owner's name for the tensor, 0 if it gave none.

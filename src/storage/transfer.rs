@@ -1,11 +1,12 @@
-//! What a caller says about a transfer: on how many threads, and whether to go on.
+//! What a caller says about transfers: on how many threads, through which buffers, behind which streams, and whether to go on.
 
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use std::thread;
 
+use super::cuda::{CallerStream, Device, Staging};
 use crate::error::{Error, Result};
 
 /// Threads that copy, the caller's included. What is too small for them takes fewer.
@@ -68,5 +69,52 @@ impl ProgressCallback {
 impl fmt::Debug for ProgressCallback {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("ProgressCallback")
+    }
+}
+
+/// How tensor bytes are moved.
+#[derive(Clone, Debug, Default)]
+pub struct Transfer {
+    /// Threads that copy on the host.
+    pub threads: Threads,
+    /// Buffers between host and devices.
+    pub staging: Arc<Staging>,
+    /// The caller's streams, at most one on each device.
+    streams: Vec<CallerStream>,
+}
+
+impl Transfer {
+    /// Copies on this many threads, through these buffers.
+    #[must_use]
+    pub fn new(threads: Threads, staging: Staging) -> Self {
+        Self { threads, staging: Arc::new(staging), streams: Vec::new() }
+    }
+
+    /// Copies on this many threads, through buffers of the default size.
+    #[must_use]
+    pub fn with_threads(threads: Threads) -> Self {
+        Self { threads, ..Self::default() }
+    }
+
+    /// Names the stream on which the caller's work on its device runs from now on.
+    pub fn set_stream(&mut self, stream: CallerStream) {
+        self.clear_stream(stream.ordinal());
+        self.streams.push(stream);
+    }
+
+    /// From now on no stream is named on this device.
+    pub fn clear_stream(&mut self, ordinal: i32) {
+        self.streams.retain(|stream| stream.ordinal() != ordinal);
+    }
+
+    /// The same without the caller's streams: for memory that the caller's work does not touch.
+    #[must_use]
+    pub(crate) fn detached(&self) -> Self {
+        Self { streams: Vec::new(), ..self.clone() }
+    }
+
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "devices need it"))]
+    pub(super) fn stream_of(&self, device: &Device) -> Option<&CallerStream> {
+        self.streams.iter().find(|stream| stream.ordinal() == device.ordinal())
     }
 }

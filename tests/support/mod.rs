@@ -17,6 +17,9 @@ use kvstate::storage::{Plane, PlaneShape};
 use kvstate::types::{CellExt, Pos, SeqId, StateFlags, Swa, SwaType};
 use kvstate::{Context, ContextParams};
 
+#[path = "../place/mod.rs"]
+pub mod place;
+
 pub const NONE: StateFlags = StateFlags::empty();
 pub const PARTIAL: StateFlags = StateFlags::PARTIAL_ONLY;
 pub const ON_DEVICE: StateFlags = StateFlags::ON_DEVICE;
@@ -50,16 +53,16 @@ pub fn params(n_seq_max: u32, sections: &[KvParams]) -> ContextParams {
 }
 
 pub fn context(n_seq_max: u32, sections: &[KvParams]) -> Context {
-    Context::new(params(n_seq_max, sections)).expect("a context")
+    place::context(params(n_seq_max, sections)).expect("a context")
 }
 
 /// One stream per sequence.
 pub fn streams(n_seq_max: u32, sections: &[KvParams]) -> Context {
-    Context::new(ContextParams { unified: false, ..params(n_seq_max, sections) }).expect("a context")
+    place::context(ContextParams { unified: false, ..params(n_seq_max, sections) }).expect("a context")
 }
 
 pub fn shifting(n_seq_max: u32, sections: &[KvParams], shift: Shift) -> Context {
-    Context::new(ContextParams { shift, ..params(n_seq_max, sections) }).expect("a context")
+    place::context(ContextParams { shift, ..params(n_seq_max, sections) }).expect("a context")
 }
 
 // Planes
@@ -96,19 +99,18 @@ pub fn write_cell(plane: &Plane, cell: u32, bytes: &[u8]) {
     for (offset, len) in pieces(plane, cell) {
         let (piece, tail) = rest.split_at(len);
         rest = tail;
-        // SAFETY: the piece lies in the plane, and nobody else uses the plane now.
-        unsafe { plane.as_ptr().add(offset).copy_from_nonoverlapping(piece.as_ptr(), len) };
+        place::write(plane, offset, piece);
     }
     assert!(rest.is_empty());
 }
 
 pub fn read_cell(plane: &Plane, cell: u32) -> Vec<u8> {
-    let mut bytes = Vec::new();
-    for (offset, len) in pieces(plane, cell) {
-        // SAFETY: as in `write_cell`.
-        bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(plane.as_ptr().add(offset), len) });
-    }
-    bytes
+    cell_of(&place::all(plane), plane, cell)
+}
+
+/// A cell of a plane whose bytes are `all`.
+fn cell_of(all: &[u8], plane: &Plane, cell: u32) -> Vec<u8> {
+    pieces(plane, cell).into_iter().flat_map(|(offset, len)| &all[offset..][..len]).copied().collect()
 }
 
 /// What a stand-in for a rotation does.
@@ -211,11 +213,12 @@ pub fn held(ctx: &Context, section: usize, seq: SeqId) -> Vec<Held> {
 pub fn held_in_cell_order(ctx: &Context, section: usize, seq: SeqId) -> Vec<Held> {
     let stream = stream_of(ctx, seq);
     let planes = planes(ctx, section, stream);
+    let all: Vec<_> = planes.iter().map(|plane| place::all(plane)).collect();
     let mut out = Vec::new();
     for cell in 0..kv_size(ctx, section) {
         let Some((meta, _)) = ctx.cell(section, stream, cell).expect("a cell") else { continue };
         if meta.seqs.iter().any(|s| s.id() == seq) {
-            let bytes = planes.iter().map(|plane| read_cell(plane, cell)).collect();
+            let bytes = planes.iter().zip(&all).map(|(plane, all)| cell_of(all, plane, cell)).collect();
             let CellExt { x, y, tok } = meta.ext;
             out.push(Held { pos: meta.pos, x, y, tok, bytes });
         }
@@ -260,9 +263,10 @@ pub fn image(ctx: &Context) -> Image {
     for section in 0..ctx.n_section() {
         for stream in 0..ctx.n_stream() as usize {
             let planes = planes(ctx, section, stream);
+            let all: Vec<_> = planes.iter().map(|plane| place::all(plane)).collect();
             for cell in 0..kv_size(ctx, section) {
                 let meta = ctx.cell(section, stream, cell).expect("a cell");
-                let bytes = planes.iter().map(|plane| read_cell(plane, cell)).collect();
+                let bytes = planes.iter().zip(&all).map(|(plane, all)| cell_of(all, plane, cell)).collect();
                 cells.insert((section, stream, cell), CellImage { meta, bytes });
             }
         }

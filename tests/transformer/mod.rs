@@ -17,7 +17,7 @@ use std::fmt;
 
 use kvstate::context::{PendingShift, Shift, UbatchToken};
 use kvstate::format::GgmlType;
-use kvstate::memory::{KvParams, KvPlanes, LayerParams, SectionParams, TensorParams, swa_kv_size};
+use kvstate::memory::{KvMemory, KvParams, KvPlanes, LayerParams, SectionParams, TensorParams, swa_kv_size};
 use kvstate::storage::{Plane, PlaneShape};
 use kvstate::types::{CellExt, Pos, SeqId, Swa, Token};
 use kvstate::{Context, ContextParams};
@@ -146,12 +146,12 @@ impl Setup {
         let allocate = |shape| Plane::allocate(&vec![shape; n_plane], kv_size).unwrap();
         let v = allocate(if self.v_trans { channels } else { rows });
         let planes = KvPlanes { k: allocate(rows), v: v.into_iter().map(Some).collect() };
-        SectionParams::Kv { kv, planes: Some(planes) }
+        SectionParams::Kv { kv, memory: KvMemory::Adopted(planes) }
     }
 
     /// The keys of a section, stream-major.
     fn keys(self, section: &SectionParams) -> Vec<Vectors> {
-        let SectionParams::Kv { planes: Some(planes), .. } = section else { return Vec::new() };
+        let SectionParams::Kv { memory: KvMemory::Adopted(planes), .. } = section else { return Vec::new() };
         planes.k.iter().map(|plane| Vectors::of(plane, self.element)).collect()
     }
 }
