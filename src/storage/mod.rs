@@ -12,6 +12,7 @@ mod host;
 mod kernels;
 mod plane;
 mod region;
+mod shift;
 mod transfer;
 
 use std::fmt;
@@ -22,6 +23,7 @@ pub use cell_map::CellMap;
 pub(crate) use file::{read_error, read_exact_at};
 pub use plane::{Plane, TensorAccess};
 pub use region::Region;
+pub(crate) use shift::{PlaneShift, Rotation, RotationTable, ShiftFailure, ShiftedCell, shift};
 pub use transfer::{Progress, ProgressCallback, Threads};
 
 use crate::error::Result;

@@ -163,6 +163,27 @@ impl Plane {
         matches!(self.memory, Memory::Remote(_))
     }
 
+    /// The row of a cell, to be changed in place; `None` without such a row in host memory.
+    pub(super) fn row_mut(&mut self, cell: u32) -> Option<&mut [u8]> {
+        let (Memory::Host { grid, .. }, PlaneShape::Rows { .. }) = (&self.memory, self.shape) else {
+            return None;
+        };
+        // SAFETY: the row lies in the plane, which is initialised, and only `&mut self` writes or lends it meanwhile.
+        (cell < self.kv_size).then(|| unsafe { slice::from_raw_parts_mut(grid.at(0, cell), grid.elem_size) })
+    }
+
+    /// Asks the owner of a remote plane for bytes.
+    pub(super) fn remote_get(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let Memory::Remote(access) = &self.memory else { return Err(Error::Internal(format!("{self:?}"))) };
+        access.get(self.tensor, offset, out)
+    }
+
+    /// Gives bytes to the owner of a remote plane.
+    pub(super) fn remote_set(&mut self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let Memory::Remote(access) = &self.memory else { return Err(Error::Internal(format!("{self:?}"))) };
+        access.set(self.tensor, offset, bytes)
+    }
+
     /// Zeroes every cell, and no byte between cells.
     ///
     /// # Errors
