@@ -81,7 +81,7 @@ impl GgmlType {
             Self::Q8_0 => convert(values, row, |x| {
                 let d = largest(x).abs() / 127.0;
                 let inverse = inverse(d);
-                let q = block(|i| round(x[i] * inverse) as i8 as u8);
+                let q = block(|i| round(x[i] * inverse) as u8);
                 concat::<34>(&[&to_half(d), &q])
             }),
             Self::Q4_0 => convert(values, row, |x| {
@@ -174,11 +174,12 @@ fn inverse(d: f32) -> f32 {
     if d == 0.0 { 0.0 } else { 1.0 / d }
 }
 
-/// Half away from 0, for the quants of a block.
-fn round(x: f32) -> i32 {
-    let whole = x as i32;
-    let rest = x - whole as f32;
-    whole + i32::from(rest >= 0.5) - i32::from(rest <= -0.5)
+/// Half away from 0, kept in the range of an i8.
+fn round(x: f32) -> i8 {
+    let x = x.clamp(-128.0, 127.0);
+    let whole = x as i8;
+    let rest = x - f32::from(whole);
+    whole + i8::from(rest >= 0.5) - i8::from(rest <= -0.5)
 }
 
 /// Towards 0, kept in `0..=max`.
@@ -340,11 +341,13 @@ mod tests {
 
     #[test]
     fn values_that_no_scale_fits_do_not_panic() {
-        for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, -f32::MAX, 1e-40] {
-            let mut values = [0.5; QK];
-            values[7] = x;
-            for ggml_type in GgmlType::KV {
-                decoded(ggml_type, &encoded(ggml_type, &values), QK);
+        for x in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX, -f32::MAX, 1e-40, -1e-40] {
+            for others in [0.5, x, -x] {
+                let mut values = [others; QK];
+                values[7] = x;
+                for ggml_type in GgmlType::KV {
+                    decoded(ggml_type, &encoded(ggml_type, &values), QK);
+                }
             }
         }
     }
