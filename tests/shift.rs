@@ -554,7 +554,7 @@ fn rope_that_does_not_fit_the_layer_is_refused() {
         "n_rope_dims: 48 behind n_embd_nope 4294967295 in heads of 48",
     );
     refused(with(&|r| r.freq_factors = vec![1.0; 23]), "freq_factors: 23 factors for 24 pairs");
-    refused(with(&|r| r.freq_factors = vec![0.0; 24]), "freq_factors: 0, a factor is above 0");
+    refused(with(&|r| r.freq_factors = vec![0.0; 24]), "freq_factors: 0, frequencies are divided by it");
     refused(with(&|r| r.freq_base = 0.0), "freq_base: 0, it is above 0");
     refused(with(&|r| r.freq_scale = f32::NAN), "freq_scale: NaN, it is above 0");
     refused(with(&|r| r.ext_factor = f32::INFINITY), "ext_factor: inf, it is a number");

@@ -95,8 +95,8 @@ impl RopeParams {
             return bad("freq_factors", format!("{n_factor} factors for {} pairs", n_rope_dims / 2));
         }
         let positive = |x: f32| x.is_finite() && x > 0.0;
-        if let Some(factor) = self.freq_factors.iter().find(|&&factor| !positive(factor)) {
-            return bad("freq_factors", format!("{factor}, a factor is above 0"));
+        if let Some(factor) = self.freq_factors.iter().find(|&&factor| !factor.is_finite() || factor == 0.0) {
+            return bad("freq_factors", format!("{factor}, frequencies are divided by it"));
         }
         for (field, x) in [("freq_base", self.freq_base), ("freq_scale", self.freq_scale)] {
             if !positive(x) {
