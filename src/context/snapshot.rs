@@ -84,7 +84,7 @@ impl Context {
     pub fn seq_snapshot(&mut self, seq_id: SeqId, flags: StateFlags) -> Result<Snapshot> {
         let flags = flags.difference(StateFlags::ON_DEVICE);
         let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
-        self.apply_shifts(params)?;
+        self.apply_shifts_before(params)?;
         let mut record = RecordSink::default();
         self.memory.state_write(&mut record, params)?;
         let state = record.snapshot(&self.transfer)?;
@@ -96,7 +96,7 @@ impl Context {
     /// # Errors
     /// As [`Context::seq_snapshot`].
     pub fn snapshot(&mut self) -> Result<Snapshot> {
-        self.apply_shifts(self.write_params(Scope::Whole, StateFlags::empty()))?;
+        self.apply_shifts_before(self.write_params(Scope::Whole, StateFlags::empty()))?;
         let mut record = RecordSink::default();
         self.write_whole(&mut record)?;
         let state = record.snapshot(&self.transfer)?;

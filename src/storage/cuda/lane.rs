@@ -231,9 +231,13 @@ impl Lane {
         copied.and(computed)
     }
 
-    /// Brings a table to the device, for launches on `compute`; returns where it is.
-    pub fn upload(&mut self, bound: &Bound<'_>, table: &mut Table) -> Result<DevicePtr> {
-        let size = table.size();
+    /// Brings a table of `size` bytes to the device, for launches on `compute`; returns where it is, as `write` is told.
+    pub fn upload(
+        &mut self,
+        bound: &Bound<'_>,
+        size: usize,
+        write: impl FnOnce(&mut [u8], DevicePtr),
+    ) -> Result<DevicePtr> {
         if size == 0 {
             return Ok(0);
         }
@@ -250,7 +254,7 @@ impl Lane {
         }
         let (pinned, memory) = self.table.as_mut().expect("it has just been made, or was there");
         let ptr = memory.ptr;
-        table.write(&mut pinned.bytes_mut()[..size], ptr);
+        write(&mut pinned.bytes_mut()[..size], ptr);
         // SAFETY: both sides have that many bytes; the pinned ones are not written before `table_copied`.
         unsafe {
             let src = pinned.as_ptr().cast_const().cast();
@@ -258,6 +262,11 @@ impl Lane {
         }
         bound.record(self.table_copied, self.compute)?;
         Ok(ptr)
+    }
+
+    /// Brings a table of moves to the device.
+    pub fn upload_moves(&mut self, bound: &Bound<'_>, table: &mut Table) -> Result<DevicePtr> {
+        self.upload(bound, table.size(), |out, ptr| table.write(out, ptr))
     }
 
     /// Queues launches of the table at `table`.

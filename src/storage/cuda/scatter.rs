@@ -41,7 +41,7 @@ pub(in crate::storage) fn scatter(
     lane.stage(&bound, largest_element(parts), total)?;
     let (mut table, chunks) = plan(parts, Way::Scatter, lane.capacity(), &lane.buffer_ptrs());
     lane.join(&bound, transfer.stream_of(device))?;
-    let table = lane.upload(&bound, &mut table)?;
+    let table = lane.upload_moves(&bound, &mut table)?;
     let is_direct = srcs.iter().all(|src| matches!(src, TensorBytes::Memory(bytes) if is_pinned(bytes)));
     let mut fill = Fill { lane, table, chunks, srcs };
     for i in 0..fill.chunks.len() {
@@ -233,7 +233,7 @@ fn in_place(
 
 fn run(lane: &mut Lane, bound: &Bound<'_>, table: &mut Table, group: Group) -> Result<()> {
     let launches = table.add(group);
-    let at = lane.upload(bound, table)?;
+    let at = lane.upload_moves(bound, table)?;
     lane.launch(bound, &launches, at)
 }
 
