@@ -9,6 +9,7 @@
     reason = "quants have at most 8 bits, and casts of floats saturate"
 )]
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::GgmlType;
@@ -33,7 +34,7 @@ impl GgmlType {
         self.check_row(row.len(), out.len())?;
         match self {
             Self::F32 => convert(row, out, |x| [f32::from_le_bytes(*x)]),
-            Self::F16 => convert(row, out, |x| [f16::from_le_bytes(*x).to_f32()]),
+            Self::F16 => halves_to_f32(row, out),
             Self::BF16 => convert(row, out, |x| [bf16::from_le_bytes(*x).to_f32()]),
             Self::Q8_0 => convert(row, out, |[d0, d1, qs @ ..]: &[u8; 34]| {
                 let d = from_half([*d0, *d1]);
@@ -76,7 +77,7 @@ impl GgmlType {
         self.check_row(row.len(), values.len())?;
         match self {
             Self::F32 => convert(values, row, |[x]| x.to_le_bytes()),
-            Self::F16 => convert(values, row, |[x]| to_half(*x)),
+            Self::F16 => halves_from_f32(values, row),
             Self::BF16 => convert(values, row, |[x]| bf16::from_f32(*x).to_le_bytes()),
             Self::Q8_0 => convert(values, row, |x| {
                 let d = largest(x).abs() / 127.0;
@@ -125,6 +126,21 @@ impl GgmlType {
 fn convert<S, D, const A: usize, const B: usize>(src: &[S], dst: &mut [D], each: impl Fn(&[S; A]) -> [D; B]) {
     for (src, dst) in src.as_chunks().0.iter().zip(dst.as_chunks_mut().0) {
         *dst = each(src);
+    }
+}
+
+/// All at once where the row is aligned: processors have an instruction for eight of them.
+fn halves_to_f32(row: &[u8], out: &mut [f32]) {
+    match bytemuck::try_cast_slice::<_, f16>(row) {
+        Ok(halves) => halves.convert_to_f32_slice(out),
+        Err(_) => convert(row, out, |x| [from_half(*x)]),
+    }
+}
+
+fn halves_from_f32(values: &[f32], row: &mut [u8]) {
+    match bytemuck::try_cast_slice_mut::<_, f16>(row) {
+        Ok(halves) if !values.iter().any(|x| x.is_nan()) => halves.convert_from_f32_slice(values),
+        _ => convert(values, row, |[x]| to_half(*x)),
     }
 }
 
@@ -279,6 +295,23 @@ mod tests {
             }
             let ggml = floats(&fixture(&format!("{}_values.bin", ggml_type.name())));
             assert_eq!(bits(&decoded(ggml_type, &row, values.len())), bits(&ggml), "{ggml_type}");
+        }
+    }
+
+    #[test]
+    fn halves_are_the_same_wherever_their_row_lies() {
+        let values = floats(&fixture("values.bin"));
+        let row = fixture("f16.bin");
+        let mut memory = vec![0; row.len() + 2];
+        for start in [0, 1] {
+            let place = &mut memory[start..][..row.len()];
+            GgmlType::F16.row_from_f32(&values, place).unwrap();
+            assert_eq!(*place, row[..], "from byte {start}");
+            let want = floats(&fixture("f16_values.bin"));
+            assert_eq!(
+                bits(&decoded(GgmlType::F16, &memory[start..][..row.len()], values.len())),
+                bits(&want)
+            );
         }
     }
 
