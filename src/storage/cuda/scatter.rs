@@ -3,13 +3,14 @@
 //! The way of a gather back: a pinned buffer is filled, a copy brings it to the device, and kernels bring its elements to
 //! their cells, or the copy itself does where cells are neighbours.
 
+use std::ptr;
 use std::sync::Arc;
 
 use super::chunks::{Chunk, Part, Way, largest_element, plan};
 use super::device::{Bound, Device, to_usize};
 use super::driver::{DevicePtr, Handle};
 use super::lane::{Lane, LaneGuard};
-use super::memory::is_pinned;
+use super::memory::{DeviceMemory, is_pinned};
 use super::moves::{Group, Table};
 use super::plane::DevicePlane;
 use crate::error::Result;
@@ -185,11 +186,7 @@ pub(in crate::storage) fn gather_local(parts: &[LocalPart<'_>], transfer: &Trans
         table.gather(&mut group, &part.plane.grid, part.map, &part.block, blob.grid.ptr);
     }
     run(&mut lane, &bound, &mut table, group)?;
-    for part in parts {
-        if let Some(memory) = &part.blob.allocation {
-            memory.used_on(lane.compute)?;
-        }
-    }
+    allocations(parts.iter().map(|part| part.blob)).try_for_each(|memory| memory.used_on(lane.compute))?;
     lane.release(&bound, caller)
 }
 
@@ -235,12 +232,14 @@ fn run(lane: &mut Lane, bound: &Bound<'_>, table: &mut Table, group: Group) -> R
 
 /// Has `stream` run behind what fills blobs.
 pub(super) fn wait_for_blobs<'a>(stream: Handle, blobs: impl Iterator<Item = &'a DevicePlane>) -> Result<()> {
-    let mut last = std::ptr::null();
-    for memory in blobs.filter_map(|blob| blob.allocation.as_ref()) {
-        if !std::ptr::eq(last, Arc::as_ptr(memory)) {
-            last = Arc::as_ptr(memory);
-            memory.wait_on(stream)?;
-        }
-    }
-    Ok(())
+    allocations(blobs).try_for_each(|memory| memory.wait_on(stream))
+}
+
+/// The allocations of blobs, once each: those in one are neighbours.
+fn allocations<'a>(blobs: impl Iterator<Item = &'a DevicePlane>) -> impl Iterator<Item = &'a DeviceMemory> {
+    let mut last = ptr::null();
+    blobs.filter_map(|blob| blob.allocation.as_deref()).filter(move |&memory| {
+        let before = std::mem::replace(&mut last, ptr::from_ref(memory));
+        !ptr::eq(before, memory)
+    })
 }
