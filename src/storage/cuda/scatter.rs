@@ -17,13 +17,27 @@ use crate::error::Result;
 use crate::storage::batch::{Report, copy_slices};
 use crate::storage::{CellMap, TensorBytes, Transfer};
 
-/// Allocates what [`scatter`] will need, and checks that it can wait for the caller.
-pub(in crate::storage) fn prepare(parts: &[Part<'_>], transfer: &Transfer) -> Result<()> {
+/// Allocates what [`scatter`] of `staged`, [`scatter_local`] of the others and, if they fail, [`zero_cells`] will need, and checks
+/// that they can wait for the caller. All are of one device.
+pub(in crate::storage) fn prepare(
+    parts: &[Part<'_>],
+    staged: &[Part<'_>],
+    transfer: &Transfer,
+) -> Result<()> {
     let Some(first) = parts.first() else { return Ok(()) };
     let device = &first.plane.device;
     let mut lane = transfer.staging.lane(device)?;
     let bound = device.bind()?;
-    lane.stage(&bound, largest_element(parts), parts.iter().map(|part| part.block.bytes()).sum())?;
+    let mut table = Table::default();
+    if !staged.is_empty() {
+        lane.stage(&bound, largest_element(staged), staged.iter().map(|part| part.block.bytes()).sum())?;
+        (table, _) = plan(staged, Way::Scatter, lane.capacity(), &lane.buffer_ptrs());
+    }
+    // As large as that of a scatter from the device: a move for each plane, and the same cells.
+    let (mut zeroes, mut group) = (Table::default(), Group::default());
+    parts.iter().for_each(|part| zeroes.zero(&mut group, &part.plane.grid, part.map));
+    zeroes.add(group);
+    lane.reserve_table(&bound, table.size().max(zeroes.size()))?;
     transfer.stream_of(device).map_or(Ok(()), |stream| stream.check(&bound))
 }
 
