@@ -24,12 +24,13 @@ use support::{NONE, ON_DEVICE, Tok, decode, held, image, place, planes, restore,
 const N_LAYER: usize = 32;
 const N_PLANE: u64 = 2 * N_LAYER as u64;
 const N_CELL: u32 = 8192;
-/// Bytes of a cell in a plane: 32 elements of f16.
-const ROW: u64 = 64;
+const N_EMBD: u32 = 8;
+/// Bytes of a cell in a plane: elements of f16.
+const ROW: u64 = 2 * N_EMBD as u64;
 /// Bytes of the tensors of the state.
 const TENSORS: u64 = N_PLANE * N_CELL as u64 * ROW;
 /// Bytes of a staging buffer; planes fill it without a rest, so that chunks can be counted.
-const STAGING: u64 = 8 << 20;
+const STAGING: u64 = 2 << 20;
 const N_CHUNK: u64 = TENSORS / STAGING;
 const _: () = assert!(STAGING.is_multiple_of(N_CELL as u64 * ROW) && TENSORS.is_multiple_of(STAGING));
 /// Bytes of a move in a table.
@@ -64,7 +65,7 @@ const PER_CHUNK: u64 = 9;
 
 impl Case {
     fn params(self) -> (KvParams, Vec<Tok>) {
-        let f16 = support::tensor(GgmlType::F16, 32);
+        let f16 = support::tensor(GgmlType::F16, N_EMBD);
         let kv = KvParams::new(2 * N_CELL, N_LAYER, LayerParams { k: f16, v: Some(f16) });
         let n_seq = if self.cells == Cells::Run { 1 } else { 2 };
         let pos = |n: u32| i32::try_from(n).expect("a position");
@@ -634,6 +635,19 @@ fn without_room_for_the_table_a_restore_changes_nothing() {
     no_limit(&cuda);
     restore(&mut ctx, &blob, 0, NONE);
     assert!(image(&ctx).cells == before.cells);
+}
+
+#[test]
+fn a_snapshot_is_restored_without_staging() {
+    let cuda = alone();
+    let mut ctx = two_mib(StagingParams::default());
+    let before = image(&ctx);
+    let snapshot = ctx.seq_snapshot(0, NONE).expect("a snapshot");
+    limit(&cuda, 0);
+    // Over the cells of the sequence.
+    ctx.seq_restore(&snapshot, 0).expect("a restore");
+    assert!(image(&ctx).cells == before.cells);
+    no_limit(&cuda);
 }
 
 #[test]
