@@ -162,11 +162,16 @@ pub fn copy_regions(regions: &[Region<'_>], transfer: &Transfer) -> Result<Vec<P
 pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<()> {
     let on_device: Vec<_> = batch.iter().filter(|part| part.plane.on_device().is_some()).collect();
     for group in by_device(on_device, |part| part.plane.device()) {
-        let parts = group.iter().filter_map(|part| {
+        let (mut parts, mut staged) = (Vec::new(), Vec::new());
+        for &part in &group {
+            let Some(plane) = part.plane.on_device() else { continue };
             let block = Rectangle::new(part.plane.shape(), 0..part.n_src);
-            Some(Part { plane: part.plane.on_device()?, map: part.map, block })
-        });
-        cuda::prepare(&parts.collect::<Vec<_>>(), transfer)?;
+            parts.push(Part { plane, map: part.map, block });
+            if !matches!(part.src, TensorBytes::Plane(blob) if blob.is_beside(part.plane)) {
+                staged.extend(parts.last().cloned());
+            }
+        }
+        cuda::prepare(&parts, &staged, transfer)?;
     }
     Ok(())
 }

@@ -227,7 +227,7 @@ pub(super) fn gather_local(_: &[LocalPart<'_>], _: &Transfer) -> Result<()> {
     none()
 }
 
-pub(super) fn prepare(_: &[Part<'_>], _: &Transfer) -> Result<()> {
+pub(super) fn prepare(_: &[Part<'_>], _: &[Part<'_>], _: &Transfer) -> Result<()> {
     none()
 }
 

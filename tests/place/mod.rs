@@ -156,8 +156,17 @@ pub fn write(plane: &Plane, offset: usize, bytes: &[u8]) {
         // SAFETY: callers name bytes of the plane, and nobody else uses it now.
         None => unsafe { dst.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) },
         Some(device) => in_context(device, || {
-            // SAFETY: as above; the context is current.
-            unsafe { sys::cuMemcpyHtoD_v2(dst.addr() as u64, bytes.as_ptr().cast::<c_void>(), bytes.len()) }
+            // SAFETY: as above; the context is current. The copy from pageable memory may return before the bytes have
+            // arrived, and the library waits for no stream that is not named.
+            unsafe {
+                let copied =
+                    sys::cuMemcpyHtoD_v2(dst.addr() as u64, bytes.as_ptr().cast::<c_void>(), bytes.len());
+                if copied == sys::CUresult::CUDA_SUCCESS {
+                    sys::cuStreamSynchronize(std::ptr::null_mut())
+                } else {
+                    copied
+                }
+            }
         }),
     }
 }

@@ -124,10 +124,10 @@ impl Staging {
         self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A lane on `device`.
+    /// A lane on `device`: of those that are idle the last one, which has what was prepared for it.
     pub(super) fn lane(self: &Arc<Self>, device: &Arc<Device>) -> Result<LaneGuard> {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = idle.iter().position(|lane| lane.device.ordinal() == device.ordinal());
+        let at = idle.iter().rposition(|lane| lane.device.ordinal() == device.ordinal());
         let lane = at.map(|at| idle.swap_remove(at));
         drop(idle);
         let lane = lane.map_or_else(|| Lane::open(device), Ok)?;
@@ -231,6 +231,20 @@ impl Lane {
         copied.and(computed)
     }
 
+    /// Has room for a table of `size` bytes.
+    pub fn reserve_table(&mut self, bound: &Bound<'_>, size: usize) -> Result<()> {
+        let room = self.table.as_ref().map_or(0, |(_, memory)| memory.size);
+        if (size as u64) <= room {
+            return Ok(());
+        }
+        bound.synchronize(self.compute)?;
+        self.table = None;
+        let room = (size as u64).next_power_of_two().max(4096);
+        let memory = DeviceMemory::new(&self.device, room, "the table of a transfer")?;
+        self.table = Some((PinnedMemory::new(&self.device, room)?, memory));
+        Ok(())
+    }
+
     /// Brings a table of `size` bytes to the device, for launches on `compute`; returns where it is, as `write` is told.
     pub fn upload(
         &mut self,
@@ -241,17 +255,9 @@ impl Lane {
         if size == 0 {
             return Ok(0);
         }
-        let room = self.table.as_ref().map_or(0, |(_, memory)| memory.size);
-        if (size as u64) > room {
-            bound.synchronize(self.compute)?;
-            self.table = None;
-            let room = (size as u64).next_power_of_two().max(4096);
-            let memory = DeviceMemory::new(&self.device, room, "the table of a transfer")?;
-            self.table = Some((PinnedMemory::new(&self.device, room)?, memory));
-        } else {
-            // SAFETY: a live event of the device.
-            unsafe { bound.driver().event_synchronize(bound.ordinal(), self.table_copied.0)? };
-        }
+        self.reserve_table(bound, size)?;
+        // SAFETY: a live event of the device.
+        unsafe { bound.driver().event_synchronize(bound.ordinal(), self.table_copied.0)? };
         let (pinned, memory) = self.table.as_mut().expect("it has just been made, or was there");
         let ptr = memory.ptr;
         write(&mut pinned.bytes_mut()[..size], ptr);
