@@ -530,7 +530,7 @@ fn staging_is_allocated_once_as_large_as_was_asked_for_and_reported() {
     ] {
         let mut ctx = two_mib(StagingParams { size, count });
         let cache = cuda.live();
-        assert_eq!(ctx.staging(), StagingReport::default());
+        assert_eq!(ctx.memory_usage().staging, StagingReport::default());
         let blob = save(&mut ctx, 0, NONE);
         // A move for each piece of a quarter of a buffer, and the cells, in a table whose size is a power of two.
         let n_move = MIB / (expected_size / 4).min(128 << 10);
@@ -539,7 +539,7 @@ fn staging_is_allocated_once_as_large_as_was_asked_for_and_reported() {
             device: 2 * expected_size + table,
             pinned: expected_count * expected_size + table,
         };
-        assert_eq!(ctx.staging(), expected, "{size} bytes, {count} buffers");
+        assert_eq!(ctx.memory_usage().staging, expected, "{size} bytes, {count} buffers");
         assert_eq!(staging_of(&cuda, cache), expected);
         let held = cuda.live();
         restore(&mut ctx, &blob, 0, NONE);
@@ -576,9 +576,17 @@ fn with_little_memory_chunks_are_smaller() {
     let blob = save(&mut ctx, 0, NONE);
     same_bytes(&blob, &expected);
     assert_eq!(cuda.count("cuLaunchKernel"), MIB / (256 << 10));
-    assert_eq!(ctx.staging(), staging_of(&cuda, cache));
-    assert!((512 << 10..=800 << 10).contains(&ctx.staging().device), "{:?}", ctx.staging());
-    assert!((MIB..MIB + (64 << 10)).contains(&ctx.staging().pinned), "{:?}", ctx.staging());
+    assert_eq!(ctx.memory_usage().staging, staging_of(&cuda, cache));
+    assert!(
+        (512 << 10..=800 << 10).contains(&ctx.memory_usage().staging.device),
+        "{:?}",
+        ctx.memory_usage().staging
+    );
+    assert!(
+        (MIB..MIB + (64 << 10)).contains(&ctx.memory_usage().staging.pinned),
+        "{:?}",
+        ctx.memory_usage().staging
+    );
 
     ctx.seq_rm(0, -1, -1).expect("a removal");
     restore(&mut ctx, &blob, 0, NONE);

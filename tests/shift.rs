@@ -27,7 +27,7 @@ fn layer(ggml_type: GgmlType, n_embd: u32) -> LayerParams {
 
 fn context(kv: KvParams, rope: Vec<Option<RopeParams>>) -> Context {
     let shift = Shift::Rope(vec![rope]);
-    Context::new(ContextParams { shift, ..params(2, &[kv]) }).unwrap()
+    support::place::context(ContextParams { shift, ..params(2, &[kv]) }).unwrap()
 }
 
 fn error(kv: KvParams, rope: RopeParams) -> String {
@@ -512,7 +512,8 @@ fn sections_are_turned_by_their_own_rope_if_they_have_the_same_size() {
     let global = RopeParams { freq_base: 1e6, ..local.clone() };
     let shift = || Shift::Rope(vec![vec![Some(global.clone())], vec![Some(local.clone())]]);
     let mut context =
-        Context::new(ContextParams { shift: shift(), ..params(1, &[base.clone(), swa.clone()]) }).unwrap();
+        support::place::context(ContextParams { shift: shift(), ..params(1, &[base.clone(), swa.clone()]) })
+            .unwrap();
     decode(&mut context, 0, 0..8);
     let row = values(2, 32);
     for section in 0..2 {
@@ -526,7 +527,8 @@ fn sections_are_turned_by_their_own_rope_if_they_have_the_same_size() {
     }
 
     let small = KvParams { kv_size: 32, ..swa };
-    let context = Context::new(ContextParams { shift: shift(), ..params(1, &[base, small]) }).unwrap();
+    let context =
+        support::place::context(ContextParams { shift: shift(), ..params(1, &[base, small]) }).unwrap();
     assert!(!context.can_shift());
 }
 
