@@ -17,7 +17,7 @@
 use std::cell::RefCell;
 use std::ffi::c_void;
 use std::ops::{Deref, DerefMut};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 use kvstate::error::Result;
@@ -73,6 +73,7 @@ pub fn place() -> Place {
 }
 
 fn load_driver() {
+    static OPEN: OnceLock<Vec<Arc<Device>>> = OnceLock::new();
     let Some(cuda) = emulated() else { return };
     let driver = driver();
     let mode = match driver.split_once(':') {
@@ -81,6 +82,8 @@ fn load_driver() {
         _ => panic!("KVSTATE_TEST_DRIVER is {driver}"),
     };
     cuda.set_mode(mode);
+    // Devices are opened once, not for every context.
+    OPEN.get_or_init(|| [0, 1].into_iter().filter_map(|ordinal| Device::open(ordinal).ok()).collect());
 }
 
 fn driver() -> String {
