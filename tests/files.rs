@@ -16,7 +16,9 @@ use kvstate::format::GgmlType;
 use kvstate::memory::{KvParams, LayerParams, TensorParams};
 use kvstate::session::{seq_file_token_count, seq_file_tokens};
 use kvstate::state::{RecordSink, Sink, write_file};
-use kvstate::storage::{CellMap, Plane, PlaneShape, Progress, ProgressCallback, Region, Threads, Transfer};
+use kvstate::storage::{
+    CellMap, Plane, PlaneShape, Progress, ProgressCallback, Region, StagingParams, Threads, Transfer,
+};
 use kvstate::types::{CellExt, StateFlags};
 use kvstate::{Context, ContextParams, Error, Status};
 use tempfile::TempDir;
@@ -175,7 +177,7 @@ fn another_magic_or_version_is_refused_with_both() {
 fn a_file_that_ends_anywhere_is_refused_and_changes_nothing() {
     let (_dir, path, _) = saved();
     let good = fs::read(&path).unwrap();
-    for len in 0..good.len() {
+    for len in place::cases(0..good.len()) {
         fs::write(&path, &good[..len]).unwrap();
         let error = refused(&path);
         assert_eq!(error.status(), Status::Truncated, "{len}: {error}");
@@ -387,7 +389,9 @@ const N_POS: i32 = 768;
 fn large(threads: usize) -> Context {
     let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 1024 };
     let kv = KvParams::new(2 * N_POS.unsigned_abs(), 2, LayerParams { k: tensor, v: Some(tensor) });
-    let params = ContextParams::new(3, vec![kv.into()]);
+    // On a device: chunks of many rows, and many chunks.
+    let staging = StagingParams { size: 256 << 10, count: 3 };
+    let params = ContextParams { staging, ..ContextParams::new(3, vec![kv.into()]) };
     let mut context =
         place::context(ContextParams { sync_files: false, threads: Threads::new(threads), ..params })
             .unwrap();
@@ -490,7 +494,9 @@ fn a_file_of_unbroken_tensors_has_the_bytes_of_the_state() {
     // The only sequence of a cache that it fills: all of a tensor is written from where it lies.
     let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 1024 };
     let kv = KvParams::new(N_POS.unsigned_abs(), 2, LayerParams { k: tensor, v: Some(tensor) });
-    let mut dense = place::context(ContextParams::new(1, vec![kv.into()])).unwrap();
+    let staging = StagingParams { size: 256 << 10, count: 3 };
+    let params = ContextParams { staging, ..ContextParams::new(1, vec![kv.into()]) };
+    let mut dense = place::context(params).unwrap();
     let state = sequence(&mut context, 0);
     dense.state_seq_set_data(&state, 0, NONE).unwrap();
     dense.state_seq_save_file(&path, 0, &[5]).unwrap();

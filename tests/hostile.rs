@@ -346,7 +346,8 @@ fn every_truncation_of_a_blob_is_refused_and_changes_nothing() {
         let metadata = metadata_of(&f, &blob);
         let is_metadata = |len: &usize| metadata.iter().any(|range| range.contains(len));
         let mut sweep = Sweep::new(&f);
-        for len in (0..blob.len()).filter(|len| blob.len() < SMALL || len % 61 == 0 || is_metadata(len)) {
+        let lens = (0..blob.len()).filter(|len| blob.len() < SMALL || len % 61 == 0 || is_metadata(len));
+        for len in place::cases(lens) {
             // 8 bytes are a whole partial state of full attention, the older build's data merely bytes behind.
             if f.is_legacy_partial() && len >= 8 {
                 continue;
@@ -380,7 +381,7 @@ fn every_flip_in_the_metadata_of_a_blob_is_refused_or_gives_valid_cells() {
     for (f, blob) in blobs() {
         let mut sweep = Sweep::new(&f);
         let mut damaged = blob.clone();
-        for at in metadata_of(&f, &blob).into_iter().flatten() {
+        for at in place::cases(metadata_of(&f, &blob).into_iter().flatten()) {
             for flip in [0xff, 0x01, 0x80] {
                 let _case = Case(&f.name, at, flip);
                 damaged[at] ^= flip;
@@ -405,7 +406,7 @@ fn a_flip_in_the_tensors_of_a_blob_is_another_state_and_is_written_as_such() {
         // Every byte of a small blob, a hundred of a large one.
         let step = if blob.len() < SMALL { 1 } else { blob.len() / 100 };
         let tensors = (0..blob.len()).step_by(step);
-        for at in tensors.filter(|at| !metadata.iter().any(|range| range.contains(at))) {
+        for at in place::cases(tensors.filter(|at| !metadata.iter().any(|range| range.contains(at)))) {
             let _case = Case(&f.name, at, 0xff);
             damaged[at] ^= 0xff;
             sweep.check_blob(&damaged, &blob);
@@ -437,12 +438,12 @@ fn a_damaged_slot_file_is_refused_and_changes_nothing_or_gives_valid_cells() {
         };
         // The header, the tokens, the metadata before the first tensor.
         let metadata = 12 + 4 * f.sidecar.tokens.len() + 8 + 12 * f.n_cells() as usize + 28;
-        for len in (0..slot.len()).filter(|&len| len < metadata || len % 61 == 0) {
+        for len in place::cases((0..slot.len()).filter(|&len| len < metadata || len % 61 == 0)) {
             let _case = Case(&f.name, len, 0);
             load(&slot[..len]);
         }
         let mut damaged = slot.clone();
-        for at in 0..metadata {
+        for at in place::cases(0..metadata) {
             for flip in [0xff, 0x01, 0x80] {
                 let _case = Case(&f.name, at, flip);
                 damaged[at] ^= flip;
@@ -470,12 +471,12 @@ fn a_damaged_whole_context_is_refused_and_changes_nothing_or_gives_valid_cells()
             let load = |ctx: &mut Context, _| ctx.state_set_data(damaged);
             sweep.check(damaged.len(), load, |_, _| {});
         };
-        for len in (0..state.len()).filter(|len| len % 7 == 0 || *len < 3000) {
+        for len in place::cases((0..state.len()).filter(|len| len % 7 == 0 || *len < 3000)) {
             let _case = Case(name, len, 0);
             check(&state[..len]);
         }
         let mut damaged = state.clone();
-        for at in 0..2000 {
+        for at in place::cases(0..2000) {
             for flip in [0xff, 0x01, 0x80] {
                 let _case = Case(name, at, flip);
                 damaged[at] ^= flip;

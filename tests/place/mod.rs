@@ -96,7 +96,14 @@ pub fn emulated() -> Option<&'static FakeCuda> {
     *EMULATED.get_or_init(|| (driver() != "real").then(FakeCuda::load))
 }
 
-/// A context whose managed memory is where this run has it. Staging buffers are small, so that states take many chunks.
+/// The cases of a long loop; with `KVSTATE_TEST_EVERY=N` every `N`th of them, for runs in many places.
+pub fn cases<T>(all: impl Iterator<Item = T>) -> impl Iterator<Item = T> {
+    let every = std::env::var("KVSTATE_TEST_EVERY").map_or(1, |n| n.parse().expect("a number"));
+    all.step_by(every)
+}
+
+/// A context whose managed memory is where this run has it. Staging buffers are small, so that states take many chunks,
+/// unless the test says how large they are.
 pub fn context(params: ContextParams) -> Result<Context> {
     Context::new(placed(params))
 }
@@ -113,7 +120,8 @@ pub fn placed(params: ContextParams) -> ContextParams {
         }
         section => section,
     });
-    let staging = StagingParams { size: 4096, count: 3 };
+    let small = StagingParams { size: 4096, count: 3 };
+    let staging = if params.staging == StagingParams::default() { small } else { params.staging };
     ContextParams { sections: sections.collect(), staging, ..params }
 }
 
