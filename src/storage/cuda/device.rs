@@ -140,6 +140,16 @@ impl Device {
         Ok(Bound { device: self, previous, not_send: PhantomData })
     }
 
+    /// As [`Device::bind`], for giving things back: if it fails, the calls that do so are tried all the same.
+    pub(super) fn bind_to_free(&self) -> Bound<'_> {
+        self.bind().unwrap_or_else(|error| {
+            log::debug!("{error}");
+            // SAFETY: the context is retained.
+            told(unsafe { self.driver.ctx_set_current(self.ordinal, self.context.0) });
+            Bound { device: self, previous: ptr::null_mut(), not_send: PhantomData }
+        })
+    }
+
     /// Zeroes `size` bytes at `ptr`, and waits for it.
     pub(super) fn zero(&self, ptr: DevicePtr, size: u64) -> Result<()> {
         let bound = self.bind()?;
@@ -155,13 +165,13 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        if let Ok(bound) = self.bind() {
-            bound.destroy_stream(self.stream);
-            if self.module != Handle::NULL {
-                // SAFETY: the module is this device's, and nothing of it runs any more: what ran kept the device.
-                told(unsafe { self.driver.module_unload(self.ordinal, self.module.0) });
-            }
+        let bound = self.bind_to_free();
+        bound.destroy_stream(self.stream);
+        if self.module != Handle::NULL {
+            // SAFETY: the module is this device's, and nothing of it runs any more: what ran kept the device.
+            told(unsafe { self.driver.module_unload(self.ordinal, self.module.0) });
         }
+        drop(bound);
         // SAFETY: it was retained once.
         told(unsafe { self.driver.primary_ctx_release(self.ordinal, self.handle) });
     }
