@@ -153,6 +153,11 @@ typedef struct kvs_kv_layer_params {
     uint64_t v_channel_stride;
     // Bytes from one stream of V to the next; 0: all of one stream's V.
     uint64_t v_stream_stride;
+    // KVS_DEVICE_HOST (by default), or the number of a CUDA device, whose memory kvstate allocates. Adopted memory: any number
+    // of a device says that k and v are addresses of a device, and the driver says which.
+    int32_t device;
+    // 0.
+    uint32_t reserved;
 } kvs_kv_layer_params;
 
 // An attention cache. Fill with kvs_kv_params_init first.
@@ -238,8 +243,12 @@ typedef struct kvs_context_params {
     // 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
     // crash of the process all the same; after one of the machine it may be damaged. By default 0.
     uint32_t unsynced_files;
-    // 0.
-    uint32_t reserved;
+    // Pinned staging buffers between host and CUDA devices, at least 2; 0 (by default): 4.
+    uint32_t n_staging;
+    // Bytes of a staging buffer; 0 (by default): 32 MiB, or less where the cache on devices is smaller. There are 2
+    // more of them on each device. They are allocated when the first state is moved, smaller if memory is short, and
+    // freed with the context.
+    uint64_t staging_size;
 } kvs_context_params;
 
 // Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
@@ -307,7 +316,8 @@ typedef struct kvs_plane {
     // Address of cell 0; NULL if the layer has no V. In a view also if the bytes are reached through the callbacks
     // of kvs_tensor_access alone, whose offsets count from cell 0.
     void *data;
-    // KVS_DEVICE_HOST; any other number is refused. Memory of a device: data is NULL.
+    // KVS_DEVICE_HOST, or the number of a CUDA device, whose memory data is in. In a view any number of a device says
+    // that, and the driver says which it is.
     int32_t device;
     // ggml type.
     int32_t ggml_type;
@@ -507,8 +517,20 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // A callback of the caller returned something other than 0.
 #define KVS_STATUS_CALLBACK 18
 
-// The progress callback asked for an end.
+// The progress callback, or kvs_job_cancel, asked for an end.
 #define KVS_STATUS_CANCELLED 19
+
+// There is no CUDA driver that can be used, or this build has no CUDA. Contexts in host memory work.
+#define KVS_STATUS_NO_CUDA 20
+
+// There is no device of that number.
+#define KVS_STATUS_NO_DEVICE 21
+
+// The CUDA driver is older than the kernels need, which is CUDA 12.0 (r525).
+#define KVS_STATUS_DRIVER_TOO_OLD 22
+
+// A call of the device's driver failed; the message has the driver's name for it.
+#define KVS_STATUS_DEVICE 23
 
 // The whole state of the sequence.
 #define KVS_STATE_SEQ_FLAGS_NONE 0
