@@ -19,6 +19,7 @@ except ImportError:
 TYPE_F32, TYPE_F16, TYPE_Q4_0, TYPE_Q8_0, TYPE_BF16 = 0, 1, 2, 8, 30
 SWA_TYPE_NONE, SWA_TYPE_STANDARD, SWA_TYPE_CHUNKED, SWA_TYPE_SYMMETRIC = range(4)
 FLAGS_NONE, FLAGS_PARTIAL_ONLY, FLAGS_ON_DEVICE = 0, 1, 2
+DEVICE_HOST = -1
 STATUS_BUFFER_TOO_SMALL = 4
 
 
@@ -47,6 +48,8 @@ class _LayerParams(C.Structure):
         ("v_cell_stride", C.c_uint64),
         ("v_channel_stride", C.c_uint64),
         ("v_stream_stride", C.c_uint64),
+        ("device", C.c_int32),
+        ("reserved", C.c_uint32),
     ]
 
 
@@ -95,7 +98,8 @@ class _ContextParams(C.Structure):
         ("shift_by_engine", C.c_uint32),
         ("max_masked_cells", C.c_uint32),
         ("unsynced_files", C.c_uint32),
-        ("reserved", C.c_uint32),
+        ("n_staging", C.c_uint32),
+        ("staging_size", C.c_uint64),
     ]
 
 
@@ -229,10 +233,10 @@ def row_size(ggml_type, n):
 
 
 class Layer:
-    """K and V of a layer; n_embd_v 0: no V."""
+    """K and V of a layer; n_embd_v 0: no V. device: the number of a CUDA device, or DEVICE_HOST."""
 
-    def __init__(self, n_embd_k, n_embd_v, type_k=TYPE_F16, type_v=TYPE_F16):
-        self.fields = dict(n_embd_k_gqa=n_embd_k, n_embd_v_gqa=n_embd_v, type_k=type_k, type_v=type_v)
+    def __init__(self, n_embd_k, n_embd_v, type_k=TYPE_F16, type_v=TYPE_F16, device=DEVICE_HOST):
+        self.fields = dict(n_embd_k_gqa=n_embd_k, n_embd_v_gqa=n_embd_v, type_k=type_k, type_v=type_v, device=device)
 
 
 class Kv:

@@ -63,7 +63,11 @@ impl Device {
 
     fn retain(ordinal: i32) -> Result<Self> {
         const MEMORY_POOLS_SUPPORTED: c_int = 115;
-        let driver = Driver::get()?;
+        let driver = Driver::get().map_err(|error| match error {
+            // A driver without devices does not know which one was asked for.
+            Error::NoDevice { n_device, .. } => Error::NoDevice { device: ordinal, n_device },
+            error => error,
+        })?;
         let mut n_device = 0;
         // SAFETY: `n_device` can be written.
         unsafe { driver.device_get_count(ordinal, &raw mut n_device)? };
