@@ -81,8 +81,20 @@
 // Files older than version 4 were made without rotation.
 #define KVS_LEGACY_ROTATION_PLAIN 2
 
+// RoPE turns neighbouring elements of a head: 2 * i and 2 * i + 1. The number is llama.h's.
+#define KVS_ROPE_TYPE_NORM 0
+
+// RoPE turns elements of two halves of a head: i and i + n_rope_dims / 2.
+#define KVS_ROPE_TYPE_NEOX 2
+
 // The plane is in host memory.
 #define KVS_DEVICE_HOST (-1)
+
+// K of a layer, for kvs_kv_get and kvs_kv_set.
+#define KVS_KV_K 0
+
+// V of a layer.
+#define KVS_KV_V 1
 
 // A call failed, or something was damaged.
 #define KVS_LOG_ERROR 1
@@ -99,11 +111,18 @@ typedef struct kvs_context kvs_context;
 // The tensors of a sequence's ON_DEVICE state.
 typedef struct kvs_device_state kvs_device_state;
 
+// A save in the background. Calls marked Const may be made from any thread, side by side.
+typedef struct kvs_job kvs_job;
+
 // The memory of a context.
 typedef struct kvs_memory kvs_memory;
 
 // Cells for the tokens of a ubatch, as kvs_slot_prepare found them.
 typedef struct kvs_slot kvs_slot;
+
+// The state of a sequence, or of a whole context, as it was when it was taken: its tensors are copied where the cache is, in
+// the memory of a device or of the host. There may be as many as memory has room for. A snapshot outlives its context.
+typedef struct kvs_snapshot kvs_snapshot;
 
 // A state on its way in. First every section is planned, in write order: read, checked, placed, and nothing
 // changes. Then, from kvs_state_reader_rewind on, the same sections are read in the same order: cells are set,
@@ -125,6 +144,36 @@ typedef struct kvs_state_writer kvs_state_writer;
 
 // What a call returns that is not one of llama.cpp's: KVS_STATUS_OK or a reason. kvs_last_error() says more.
 typedef int32_t kvs_status;
+
+// RoPE of a layer, as the model applies it to K. Fill with kvs_rope_params_init first.
+//
+// There is no attn_factor: K was scaled when it was computed, and a shift only turns it.
+typedef struct kvs_rope_params {
+    // sizeof(kvs_rope_params), set by the init call.
+    size_t struct_size;
+    // KVS_ROPE_TYPE_*, by default NORM. Models whose positions have several parts (M-RoPE) cannot be shifted.
+    uint32_t rope_type;
+    // Elements of a head of K.
+    uint32_t n_embd_head;
+    // Elements of a head that are turned; 0: all.
+    uint32_t n_rope_dims;
+    // Elements of a head before those that are turned (MLA caches that begin with the latent part).
+    uint32_t n_embd_nope;
+    // Base of the frequencies, of this layer (local layers can have one of their own); by default 10000.
+    float freq_base;
+    // What positions are multiplied with, of this layer; by default 1.
+    float freq_scale;
+    // By what each pair's frequency is divided, n_rope_dims / 2 factors; NULL: none.
+    const float *freq_factors;
+    // Share of YaRN's extrapolation; by default 0, and the fields below are not looked at.
+    float ext_factor;
+    // YaRN: pairs that turn more often than this in the original context are extrapolated; by default 32.
+    float beta_fast;
+    // YaRN: pairs that turn less often than this in the original context are scaled; by default 1.
+    float beta_slow;
+    // YaRN: the context of the training.
+    uint32_t n_ctx_orig;
+} kvs_rope_params;
 
 // One layer of an attention cache. Fill with kvs_kv_layer_params_init first.
 typedef struct kvs_kv_layer_params {
@@ -158,6 +207,9 @@ typedef struct kvs_kv_layer_params {
     int32_t device;
     // 0.
     uint32_t reserved;
+    // How kvstate rotates K after kvs_memory_seq_add and seq_div. NULL in all layers of a context: it does not;
+    // NULL in some: K of these does not depend on the position.
+    const struct kvs_rope_params *rope;
 } kvs_kv_layer_params;
 
 // An attention cache. Fill with kvs_kv_params_init first.
@@ -230,11 +282,11 @@ typedef struct kvs_context_params {
     uint32_t legacy_rotation;
     // Architecture name, in whole-context states; NULL: empty.
     const char *arch;
-    // Rotates K after kvs_memory_seq_add and seq_div; NULL: nobody does.
+    // Rotates K after kvs_memory_seq_add and seq_div, where no layer has rope; NULL: nobody does.
     kvs_shift_callback shift;
     // For shift.
     void *shift_user_data;
-    // 1, with shift NULL: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
+    // 1, with shift NULL and no rope: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
     // before the next decode or save. A save with shifts pending fails; a decode is not checked.
     uint32_t shift_by_engine;
     // Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
@@ -250,27 +302,6 @@ typedef struct kvs_context_params {
     // freed with the context.
     uint64_t staging_size;
 } kvs_context_params;
-
-// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
-// save, the state's or its tensors' in a load, never 0. done never decreases, and is total once, at the end; how often
-// it is told differs. Returns 0 to go on; anything else cancels, at the end too, and the call fails with
-// KVS_STATUS_CANCELLED. It must not call the library with the same handle, and must not throw or unwind.
-typedef int32_t (*kvs_progress_callback)(void *user_data, uint64_t done, uint64_t total);
-
-// How bytes are moved. Fill with kvs_transfer_params_init first.
-typedef struct kvs_transfer_params {
-    // sizeof(kvs_transfer_params), set by the init call.
-    size_t struct_size;
-    // Threads that copy, the caller's included; 0 (by default): the cores, at most 4. A small state takes fewer;
-    // tensors that are reached through callbacks, and a file that is saved, take one.
-    uint32_t n_threads;
-    // 0.
-    uint32_t reserved;
-    // Called while a file is saved or loaded; NULL: nobody is.
-    kvs_progress_callback progress;
-    // For progress.
-    void *progress_user_data;
-} kvs_transfer_params;
 
 // The memory of a context; lives as long as the context does.
 typedef struct kvs_memory *kvs_memory_t;
@@ -349,6 +380,45 @@ typedef struct kvs_cell {
     // Its sequences: bit s % 64 of seqs[s / 64] for sequence s.
     uint64_t seqs[4];
 } kvs_cell;
+
+// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
+// save, the state's or its tensors' in a load, never 0. done never decreases, and is total once, at the end; how often
+// it is told differs. Returns 0 to go on; anything else cancels, at the end too, and the call fails with
+// KVS_STATUS_CANCELLED. It must not call the library with the same handle, and must not throw or unwind.
+typedef int32_t (*kvs_progress_callback)(void *user_data, uint64_t done, uint64_t total);
+
+// How bytes are moved. Fill with kvs_transfer_params_init first.
+typedef struct kvs_transfer_params {
+    // sizeof(kvs_transfer_params), set by the init call.
+    size_t struct_size;
+    // Threads that copy, the caller's included; 0 (by default): the cores, at most 4. A small state takes fewer;
+    // tensors that are reached through callbacks, and a file that is saved, take one.
+    uint32_t n_threads;
+    // 0.
+    uint32_t reserved;
+    // Called while a file is saved or loaded; NULL: nobody is.
+    kvs_progress_callback progress;
+    // For progress.
+    void *progress_user_data;
+} kvs_transfer_params;
+
+// Bytes of memory that a context has taken. Adopted memory is not counted.
+typedef struct kvs_memory_usage {
+    // sizeof(kvs_memory_usage), set by the init call.
+    size_t struct_size;
+    // K and V in host memory. Pages that were never written are no memory yet.
+    uint64_t kv_host;
+    // K and V in the memory of devices.
+    uint64_t kv_device;
+    // Tensors of the ON_DEVICE states of all sequences, in host memory.
+    uint64_t on_device_states_host;
+    // Tensors of the ON_DEVICE states of all sequences, in the memory of devices.
+    uint64_t on_device_states_device;
+    // Staging buffers, pinned host memory.
+    uint64_t staging_pinned;
+    // Staging buffers in the memory of devices.
+    uint64_t staging_device;
+} kvs_memory_usage;
 
 // Calls that reach tensors which are in no host memory. They return 0, or anything else to fail; neither throws.
 typedef struct kvs_tensor_access {
@@ -563,6 +633,9 @@ kvs_status kvs_last_status(void);
 void kvs_clear_last_error(void);
 
 // Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_rope_params_init(struct kvs_rope_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_kv_layer_params_init(struct kvs_kv_layer_params *params, size_t struct_size);
 
 // Fills the struct of struct_size bytes at params with defaults.
@@ -573,9 +646,6 @@ kvs_status kvs_section_params_init(struct kvs_section_params *params, size_t str
 
 // Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_context_params_init(struct kvs_context_params *params, size_t struct_size);
-
-// Fills the struct of struct_size bytes at params with defaults.
-kvs_status kvs_transfer_params_init(struct kvs_transfer_params *params, size_t struct_size);
 
 // Creates a context; params and everything it points to (but not adopted memory) may go afterwards. *ctx_out
 // is written only on success. Free it with kvs_context_free.
@@ -589,14 +659,6 @@ uint32_t kvs_n_stream(const struct kvs_context *ctx);
 
 // States what files older than version 4 leave open: KVS_LEGACY_ROTATION_*.
 kvs_status kvs_set_legacy_rotation(struct kvs_context *ctx, uint32_t rotation);
-
-// Says how the context moves bytes from now on.
-//
-// A save that is cancelled leaves the file that was there. A load that is cancelled leaves the context as it was:
-// where it has to overwrite cells that are in use, progress is called while the file is brought into memory, before the
-// first change, and no more after that.
-kvs_status kvs_set_transfer(struct kvs_context *ctx,
-                            const struct kvs_transfer_params *params);
 
 // Cells of an SWA section as llama.cpp sizes it: the windows of the sequences of one stream and a ubatch, at
 // most kv_size, padded to 256.
@@ -817,6 +879,158 @@ kvs_status kvs_shift_get(const struct kvs_context *ctx,
 // The engine has rotated K of everything that kvs_shift_get lists, in all streams and sections.
 kvs_status kvs_shift_done(struct kvs_context *ctx);
 
+// Rotates K of everything that kvs_shift_get lists, in all streams and sections, by rope of the layers or by the
+// shift callback. An engine calls it before it decodes; a save does it for what it writes.
+//
+// Where it fails, the shifts that were not applied stay pending. If the owner of a tensor fails where K may be rotated
+// in part, the sequences that had it are emptied, as kvs_last_error says.
+kvs_status kvs_shift_apply(struct kvs_context *ctx);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_transfer_params_init(struct kvs_transfer_params *params, size_t struct_size);
+
+// Says how the context moves bytes from now on.
+//
+// A save that is cancelled leaves the file that was there. A load that is cancelled leaves the context as it was:
+// where it has to overwrite cells that are in use, progress is called while the file is brought into memory, before the
+// first change, and no more after that.
+kvs_status kvs_set_transfer(struct kvs_context *ctx,
+                            const struct kvs_transfer_params *params);
+
+// Fills the struct of struct_size bytes at usage with zeroes.
+kvs_status kvs_memory_usage_init(struct kvs_memory_usage *usage, size_t struct_size);
+
+// Tells what memory the context has taken. Const.
+kvs_status kvs_memory_usage_get(const struct kvs_context *ctx, struct kvs_memory_usage *usage);
+
+// Whether a CUDA device can be used: opens it and gives it back. KVS_STATUS_NO_CUDA, KVS_STATUS_NO_DEVICE and
+// KVS_STATUS_DRIVER_TOO_OLD say why not; contexts in host memory work all the same.
+kvs_status kvs_device_check(int32_t device);
+
+// Names the stream (a CUstream or cudaStream_t of the device's primary context; NULL is the default stream) on which the
+// caller's work on a device runs. From now on calls that read or write K or V there run behind what is queued on
+// it, and what is queued on it later runs behind them; calls that give bytes to the host, or take them from there, wait for
+// the device too. It stays alive until another one is named, kvs_stream_clear is called, or the context is freed. A stream
+// that is being captured into a graph makes those calls fail, with nothing changed.
+//
+// Without one, the caller's work on the device has to be done before a call, and every call waits for its own.
+kvs_status kvs_stream_set(struct kvs_context *ctx,
+                          int32_t device,
+                          void *stream);
+
+// From now on no stream is named on the device.
+kvs_status kvs_stream_clear(struct kvs_context *ctx, int32_t device);
+
+// Allocates size bytes of pinned host memory, zeroed, with the driver of a device. States of devices go into it, and come
+// from it, without a copy on the host, several times as fast. Free it with kvs_pinned_free.
+kvs_status kvs_pinned_alloc(int32_t device,
+                            size_t size,
+                            void **ptr_out);
+
+// Frees what kvs_pinned_alloc gave; NULL is fine.
+kvs_status kvs_pinned_free(void *ptr);
+
+// Pins size bytes of the caller's own memory at ptr, as kvs_pinned_alloc allocates them, until kvs_host_unregister.
+kvs_status kvs_host_register(int32_t device,
+                             void *ptr,
+                             size_t size);
+
+// Ends what kvs_host_register began at ptr.
+kvs_status kvs_host_unregister(void *ptr);
+
+// Copies size bytes of K or V (KVS_KV_*) of a layer in a stream of a section, from offset (bytes from cell 0) on, to dst:
+// wherever they are, which an engine that computes on a device does by itself and faster. Const.
+kvs_status kvs_kv_get(const struct kvs_context *ctx,
+                      uint32_t section,
+                      uint32_t stream,
+                      uint32_t layer,
+                      int which,
+                      uint64_t offset,
+                      void *dst,
+                      size_t size);
+
+// Copies size bytes from src into K or V, as kvs_kv_get the other way.
+kvs_status kvs_kv_set(struct kvs_context *ctx,
+                      uint32_t section,
+                      uint32_t stream,
+                      uint32_t layer,
+                      int which,
+                      uint64_t offset,
+                      const void *src,
+                      size_t size);
+
+// Takes a snapshot of a sequence, with flags KVS_STATE_SEQ_FLAGS_NONE or _PARTIAL_ONLY, or with seq_id -1 and
+// KVS_STATE_SEQ_FLAGS_NONE of the whole context. Nothing leaves a device, and with a stream named by kvs_stream_set nothing is
+// waited for: what is queued on it afterwards runs behind the copy. Free it with kvs_snapshot_free.
+kvs_status kvs_snapshot_take(struct kvs_context *ctx,
+                             kvs_seq_id seq_id,
+                             kvs_state_seq_flags flags,
+                             struct kvs_snapshot **snapshot_out);
+
+// Frees a snapshot and its memory; NULL is fine. Jobs that it was given to go on.
+void kvs_snapshot_free(struct kvs_snapshot *snapshot);
+
+// Bytes that kvs_snapshot_get_data writes. 0: failed. Const.
+size_t kvs_snapshot_size(const struct kvs_snapshot *snapshot);
+
+// Bytes of it in the memory of devices. Const.
+size_t kvs_snapshot_device_size(const struct kvs_snapshot *snapshot);
+
+// Replaces sequence dest_seq_id by the state in a snapshot, of this context or of another one of the same model; or with -1 all
+// sequences by those of a whole context. If it fails nothing has changed, unless a device fails in the middle: the destination
+// is empty then.
+kvs_status kvs_snapshot_restore(struct kvs_context *ctx,
+                                const struct kvs_snapshot *snapshot,
+                                kvs_seq_id dest_seq_id);
+
+// Writes the state to dst, which has size bytes: those that kvs_state_seq_get_data_ext (or kvs_state_get_data) would have
+// written when it was taken; returns their number. 0: failed. Const.
+size_t kvs_snapshot_get_data(const struct kvs_snapshot *snapshot,
+                             uint8_t *dst,
+                             size_t size);
+
+// Writes the state and a token list to a file, as kvs_state_seq_save_file (or kvs_state_save_file) would have when it was
+// taken; returns the size of the file. 0: failed, a file that was there is untouched. A partial state has no file. Const.
+size_t kvs_snapshot_save_file(const struct kvs_snapshot *snapshot,
+                              const char *filepath,
+                              const kvs_token *tokens,
+                              size_t n_token_count);
+
+// Begins kvs_snapshot_get_data on a thread of its own. dst is the job's until it has ended. params: NULL, or progress, which
+// is called on that thread and may cancel. Free the job with kvs_job_free.
+kvs_status kvs_snapshot_get_data_start(const struct kvs_snapshot *snapshot,
+                                       uint8_t *dst,
+                                       size_t size,
+                                       const struct kvs_transfer_params *params,
+                                       struct kvs_job **job_out);
+
+// Begins kvs_snapshot_save_file on a thread of its own; the path and the tokens are copied. params and the job: as for
+// kvs_snapshot_get_data_start.
+kvs_status kvs_snapshot_save_file_start(const struct kvs_snapshot *snapshot,
+                                        const char *filepath,
+                                        const kvs_token *tokens,
+                                        size_t n_token_count,
+                                        const struct kvs_transfer_params *params,
+                                        struct kvs_job **job_out);
+
+// Whether the job has ended, well or not: 1 or 0; -1: no live handle. Const.
+int32_t kvs_job_poll(const struct kvs_job *job);
+
+// Bytes done of total. Const.
+kvs_status kvs_job_progress(const struct kvs_job *job, uint64_t *done_out, uint64_t *total_out);
+
+// Asks the job to end: kvs_job_wait fails with KVS_STATUS_CANCELLED then, unless it was done before. What a cancelled
+// job has written to dst is no state; a file that was there is untouched. Const.
+kvs_status kvs_job_cancel(const struct kvs_job *job);
+
+// Waits for the job's end; *size_out is then what the blocking call would have returned. Fails with the reason of the save.
+// A job is waited for once. Const.
+kvs_status kvs_job_wait(const struct kvs_job *job,
+                        size_t *size_out);
+
+// Frees a job; one that has not ended is cancelled and waited for. NULL is fine.
+void kvs_job_free(struct kvs_job *job);
+
 // Fills a view with defaults: one stream, full attention, no layers.
 kvs_status kvs_kv_view_init(struct kvs_kv_view *view, size_t struct_size);
 
@@ -866,6 +1080,9 @@ void kvs_state_writer_free(struct kvs_state_writer *writer);
 // kvs_state_writer_save_file alone, where a save that is cancelled leaves the file that was there.
 kvs_status kvs_state_writer_set_transfer(struct kvs_state_writer *writer,
                                          const struct kvs_transfer_params *params);
+
+// Names the stream of a device that the writer's copies run behind: kvs_stream_set for a writer.
+kvs_status kvs_state_writer_set_stream(struct kvs_state_writer *writer, int32_t device, void *stream);
 
 // Metadata of a section of the caller's.
 kvs_status kvs_state_writer_write(struct kvs_state_writer *writer, const void *src, size_t size);
@@ -981,6 +1198,13 @@ kvs_status kvs_state_reader_rewind(struct kvs_state_reader *reader);
 kvs_status kvs_state_reader_restart(struct kvs_state_reader *reader,
                                     bool legacy_partial);
 
+// Names the stream of a device that the reader's copies run behind: kvs_stream_set for a reader.
+kvs_status kvs_state_reader_set_stream(struct kvs_state_reader *reader, int32_t device, void *stream);
+
+// Frees the staging buffers that writers and readers share and that are not in use. They are allocated when one of them first
+// moves bytes of a device, and stay for the next.
+void kvs_shared_staging_free(void);
+
 // Metadata of a section of the caller's.
 kvs_status kvs_state_reader_read(struct kvs_state_reader *reader, void *dst, size_t size);
 
@@ -1034,6 +1258,13 @@ extern "C" {
 #endif
 
 // Defaults as a value, for initialisers.
+static inline kvs_rope_params kvs_rope_default_params(void) {
+    kvs_rope_params params;
+    kvs_rope_params_init(&params, sizeof params);
+    return params;
+}
+
+// Defaults as a value, for initialisers.
 static inline kvs_kv_layer_params kvs_kv_layer_default_params(void) {
     kvs_kv_layer_params params;
     kvs_kv_layer_params_init(&params, sizeof params);
@@ -1066,6 +1297,13 @@ static inline kvs_transfer_params kvs_transfer_default_params(void) {
     kvs_transfer_params params;
     kvs_transfer_params_init(&params, sizeof params);
     return params;
+}
+
+// Zeroes as a value, for kvs_memory_usage_get.
+static inline kvs_memory_usage kvs_memory_usage_default(void) {
+    kvs_memory_usage usage;
+    kvs_memory_usage_init(&usage, sizeof usage);
+    return usage;
 }
 
 // Defaults as a value, for initialisers.

@@ -319,7 +319,7 @@ fn states_through_many_chunks_are_those_of_host_memory() {
     let _cuda = alone();
     // With more pinned buffers than staging buffers on the device, either can be what has to be waited for.
     for (kv, n_pinned) in geometries().flat_map(|kv| [(kv.clone(), 2), (kv, 4)]) {
-        let mut host = Context::new(support::params(3, &[kv.clone()])).expect("a context");
+        let mut host = Context::new(support::params(3, std::slice::from_ref(&kv))).expect("a context");
         let mut ctx = staged(on_device(3, &[kv], 0), 48, n_pinned);
         for ctx in [&mut host, &mut ctx] {
             decode(ctx, 2, 0..1);
@@ -376,13 +376,16 @@ fn fill_all(engine: &Engine, ctx: &Context, value: u8) {
         .for_each(|plane| engine.fill(plane, value));
 }
 
+/// Saves sequence 0 in some way; what the state holds.
+type Read<'a> = dyn Fn(&mut Context) -> Vec<support::Held> + 'a;
+
 #[test]
 fn what_reads_the_cache_runs_behind_the_callers_stream() {
     let _cuda = alone();
     let engine = Engine::new();
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("state");
-    let ways: [(&str, &dyn Fn(&mut Context) -> Vec<support::Held>); 5] = [
+    let ways: [(&str, &Read<'_>); 5] = [
         ("a save", &|ctx| state_of(&save(ctx, 0, NONE))),
         ("a save to pinned memory", &|ctx| {
             let mut pinned = Pinned::new(
@@ -430,7 +433,7 @@ fn what_is_copied_from_where_it_is_runs_behind_the_callers_stream() {
     save(&mut ctx, 0, NONE);
     engine.fill(planes(&ctx, 0, 0)[0], 0xAB);
     let blob = save(&mut ctx, 0, NONE);
-    assert!(blob.ends_with(&[0xAB; 64 << 10]));
+    assert!(blob.ends_with(&vec![0xAB; 64 << 10]));
 
     engine.fill(planes(&ctx, 0, 0)[0], 0xCD);
     restore(&mut ctx, &blob, 0, NONE);
@@ -598,7 +601,7 @@ fn staging_is_allocated_once_as_large_as_was_asked_for_and_reported() {
     ] {
         let mut ctx = two_mib(StagingParams { size, count });
         let cache = cuda.live();
-        assert_eq!(ctx.staging(), StagingReport::default());
+        assert_eq!(ctx.memory_usage().staging, StagingReport::default());
         let blob = save(&mut ctx, 0, NONE);
         // A move for each piece of a quarter of a buffer, and the cells, in a table whose size is a power of two.
         let n_move = MIB / (expected_size / 4).min(128 << 10);
@@ -607,7 +610,7 @@ fn staging_is_allocated_once_as_large_as_was_asked_for_and_reported() {
             device: 2 * expected_size + table,
             pinned: expected_count * expected_size + table,
         };
-        assert_eq!(ctx.staging(), expected, "{size} bytes, {count} buffers");
+        assert_eq!(ctx.memory_usage().staging, expected, "{size} bytes, {count} buffers");
         assert_eq!(staging_of(&cuda, cache), expected);
         let held = cuda.live();
         restore(&mut ctx, &blob, 0, NONE);
@@ -644,9 +647,17 @@ fn with_little_memory_chunks_are_smaller() {
     let blob = save(&mut ctx, 0, NONE);
     same_bytes(&blob, &expected);
     assert_eq!(cuda.count("cuLaunchKernel"), MIB / (256 << 10));
-    assert_eq!(ctx.staging(), staging_of(&cuda, cache));
-    assert!((512 << 10..=800 << 10).contains(&ctx.staging().device), "{:?}", ctx.staging());
-    assert!((MIB..MIB + (64 << 10)).contains(&ctx.staging().pinned), "{:?}", ctx.staging());
+    assert_eq!(ctx.memory_usage().staging, staging_of(&cuda, cache));
+    assert!(
+        (512 << 10..=800 << 10).contains(&ctx.memory_usage().staging.device),
+        "{:?}",
+        ctx.memory_usage().staging
+    );
+    assert!(
+        (MIB..MIB + (64 << 10)).contains(&ctx.memory_usage().staging.pinned),
+        "{:?}",
+        ctx.memory_usage().staging
+    );
 
     ctx.seq_rm(0, -1, -1).expect("a removal");
     restore(&mut ctx, &blob, 0, NONE);

@@ -93,17 +93,14 @@ fn each_failure_but<S: Scene>(cuda: &Alone, in_destructors: &[&str], make: impl 
                 let result = scene.act();
                 assert_eq!(cuda.injected(), 1, "{what}");
                 cuda.reset();
-                match result {
-                    Err(error) => {
-                        check_error(&error, call, (code, name), &what);
-                        scene.check_failed();
-                    }
+                if let Err(error) = result {
+                    check_error(&error, call, (code, name), &what);
+                    scene.check_failed();
+                } else {
                     // With the last two the current context of the caller's thread is given back.
-                    Ok(()) => {
-                        let may = [in_destructors, &["cuCtxGetCurrent", "cuCtxSetCurrent"]].concat();
-                        assert!(may.contains(&call), "{what}: went unnoticed");
-                        scene.check_done();
-                    }
+                    let may = [in_destructors, &["cuCtxGetCurrent", "cuCtxSetCurrent"]].concat();
+                    assert!(may.contains(&call), "{what}: went unnoticed");
+                    scene.check_done();
                 }
                 scene.act().unwrap_or_else(|error| panic!("{what}: the next call fails: {error}"));
                 scene.check_done();

@@ -7,9 +7,21 @@ fn the_header_checked_in_is_the_one_that_the_sources_give() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let config = cbindgen::Config::from_file(root.join("cbindgen.toml")).expect("cbindgen.toml");
     let mut builder = cbindgen::Builder::new().with_config(config);
-    for module in
-        ["status", "ids", "handle", "context", "memory", "state", "engine", "view", "transfer", "log"]
-    {
+    for module in [
+        "status",
+        "ids",
+        "handle",
+        "context",
+        "memory",
+        "state",
+        "engine",
+        "transfer_params",
+        "device",
+        "snapshot",
+        "view",
+        "transfer",
+        "log",
+    ] {
         builder = builder.with_src(root.join(format!("src/capi/{module}.rs")));
     }
     let mut made = Vec::new();

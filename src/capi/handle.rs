@@ -149,7 +149,7 @@ pub(super) unsafe fn free_tagged<T: Tagged>(handle: *mut T) -> Result<()> {
 }
 
 /// What a handle holds, for calls that change nothing and may run side by side.
-unsafe fn live<'a, T: Tagged>(handle: *const T) -> Result<&'a T> {
+pub(super) unsafe fn live<'a, T: Tagged>(handle: *const T) -> Result<&'a T> {
     // SAFETY: the header demands NULL or a live handle that no changing call uses meanwhile.
     if unsafe { tag_of(handle.cast_mut()) }? == POISONED {
         return Err(Error::Poisoned);

@@ -7,24 +7,30 @@
 #![allow(clippy::missing_safety_doc, reason = "the header states the contract of all calls once, at its top")]
 
 mod context;
+mod device;
 mod engine;
 mod handle;
 mod ids;
 mod log;
 mod memory;
 mod params;
+mod snapshot;
 mod state;
 mod status;
 mod transfer;
+mod transfer_params;
 mod view;
 
 pub use self::context::*;
+pub use self::device::*;
 pub use self::engine::*;
 pub use self::handle::{kvs_context, kvs_memory, kvs_memory_t, kvs_slot};
 pub use self::ids::*;
 pub use self::log::*;
 pub use self::memory::*;
+pub use self::snapshot::*;
 pub use self::state::*;
 pub use self::status::*;
 pub use self::transfer::*;
+pub use self::transfer_params::*;
 pub use self::view::*;

@@ -5,8 +5,8 @@ use crate::error::{Error, Result};
 /// A parameter struct of the ABI: `#[repr(C)]`, every bit pattern valid, `usize` size first.
 ///
 /// # Safety
-/// The implementor is `#[repr(C)]`, its first field is the `usize` struct_size, and it is made of integers, raw
-/// pointers and nullable function pointers alone, so that any bytes are a value.
+/// The implementor is `#[repr(C)]`, its first field is the `usize` struct_size, and it is made of integers,
+/// floats, raw pointers and nullable function pointers alone, so that any bytes are a value.
 pub(super) unsafe trait Params: Copy {
     /// Name in messages.
     const NAME: &'static str;
@@ -72,6 +72,19 @@ pub(super) unsafe fn read<T: Params>(params: *const T) -> Result<T> {
     // SAFETY: `known` bytes are readable and fit into a T, for which any bytes are a value.
     unsafe { std::ptr::copy_nonoverlapping(params.cast::<u8>(), (&raw mut value).cast::<u8>(), known) };
     Ok(value)
+}
+
+/// Writes the fields that the caller's struct has room for.
+pub(super) unsafe fn write<T: Params>(params: *mut T, value: T) -> Result<()> {
+    // SAFETY: the header demands a struct of struct_size bytes, which starts with that size.
+    let size = unsafe { params.cast::<usize>().read_unaligned() };
+    check_size::<T>(size)?;
+    // SAFETY: as above; both have that many bytes, and `value` has the size in its first field.
+    unsafe {
+        let bytes = params.cast::<u8>();
+        std::ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes, size.min(size_of::<T>()));
+    }
+    Ok(())
 }
 
 /// Reads the caller's array of structs; the first one's size is the stride of all.

@@ -3,11 +3,12 @@
 use std::ffi::{c_char, c_void};
 use std::rc::Rc;
 
-use super::context::{kvs_transfer_params, transfer};
+use super::device::check_device;
 use super::handle::{Tagged, array, array_mut, free_tagged, into_tagged, out, path, with_tagged};
 use super::params;
 use super::state::{flags_of, size_of_state};
 use super::status::{kvs_status, status_of, value_or};
+use super::transfer_params::{kvs_transfer_params, transfer};
 use super::view::{
     CallerTensors, SlotsOut, access_of, kvs_kv_view, kvs_slot_info, kvs_tensor_access, slots_in,
     tensor_bytes, view_of,
@@ -18,7 +19,7 @@ use crate::format::FileKind;
 use crate::memory::KvView;
 use crate::session::{StateFile, StateReader, StateWriter};
 use crate::state::DeviceState;
-use crate::storage::Plane;
+use crate::storage::{CallerStream, Plane, Transfer};
 use crate::types::StateFlags;
 
 /// A state on its way out. Sections are named one after another, in write order; nothing of a tensor is copied
@@ -116,6 +117,23 @@ pub unsafe extern "C" fn kvs_state_writer_set_transfer(
         with_tagged(writer, |w| {
             w.writer.set_threads(threads);
             w.writer.set_progress(progress);
+            Ok(())
+        })
+    })
+}
+
+/// Names the stream of a device that the writer's copies run behind: kvs_stream_set for a writer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_writer_set_stream(
+    writer: *mut kvs_state_writer,
+    device: i32,
+    stream: *mut c_void,
+) -> kvs_status {
+    // SAFETY: the contract of all calls; the header demands a live stream of the device.
+    status_of(|| unsafe {
+        let stream = CallerStream::new(check_device(device)?, stream);
+        with_tagged(writer, |w| {
+            w.writer.set_stream(stream);
             Ok(())
         })
     })
@@ -439,6 +457,33 @@ pub unsafe extern "C" fn kvs_state_reader_restart(
             Ok(())
         })
     })
+}
+
+/// Names the stream of a device that the reader's copies run behind: kvs_stream_set for a reader.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_reader_set_stream(
+    reader: *mut kvs_state_reader,
+    device: i32,
+    stream: *mut c_void,
+) -> kvs_status {
+    // SAFETY: the contract of all calls; the header demands a live stream of the device.
+    status_of(|| unsafe {
+        let stream = CallerStream::new(check_device(device)?, stream);
+        with_tagged(reader, |r| {
+            r.reader.set_stream(stream);
+            Ok(())
+        })
+    })
+}
+
+/// Frees the staging buffers that writers and readers share and that are not in use. They are allocated when one of them first
+/// moves bytes of a device, and stay for the next.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvs_shared_staging_free() {
+    value_or((), || {
+        Transfer::shared().staging.free();
+        Ok(())
+    });
 }
 
 /// Metadata of a section of the caller's.

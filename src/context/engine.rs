@@ -221,6 +221,41 @@ impl Context {
         Ok(self.kv_cache(section, stream)?.v(stream, layer))
     }
 
+    /// Copies bytes of K, or of V, of a layer (section, stream, layer) from `offset` (bytes from cell 0) on, wherever they are.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an index that is out of range, a layer without V, or bytes outside the plane;
+    /// [`Error::Device`].
+    pub fn kv_get(
+        &self,
+        (section, stream, layer): (usize, usize, usize),
+        is_v: bool,
+        offset: u64,
+        out: &mut [u8],
+    ) -> Result<()> {
+        let plane =
+            if is_v { self.v(section, stream, layer)? } else { Some(self.k(section, stream, layer)?) };
+        plane.ok_or_else(|| no_v(layer))?.get(offset, out, &self.transfer)
+    }
+
+    /// Writes bytes of K, or of V, of a layer.
+    ///
+    /// # Errors
+    /// As [`Context::kv_get`].
+    pub fn kv_set(
+        &mut self,
+        (section, stream, layer): (usize, usize, usize),
+        is_v: bool,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<()> {
+        self.check_stream(stream)?;
+        self.check_layer(section, layer)?;
+        let kv = self.memory.kv_caches_mut().nth(section);
+        let plane = kv.and_then(|kv| kv.plane_mut(stream, layer, is_v));
+        plane.ok_or_else(|| no_v(layer))?.set(offset, bytes, &self.transfer)
+    }
+
     fn check_layer(&self, section: usize, layer: usize) -> Result<()> {
         let n_layer = self.memory.kv_cache(section)?.geometry.n_layer();
         if layer < n_layer {
@@ -228,4 +263,8 @@ impl Context {
         }
         Err(Error::arg("layer", format!("{layer} is out of range [0, {n_layer})")))
     }
+}
+
+fn no_v(layer: usize) -> Error {
+    Error::arg("which", format!("V, and layer {layer} has none"))
 }

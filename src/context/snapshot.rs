@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::format::{self, SEQ_BLOB_HEADER_LEN};
 use crate::memory::Scope;
 use crate::state::{self, RecordSink, Sink, SliceSink, Source};
-use crate::storage::{ProgressCallback, Transfer};
+use crate::storage::{ProgressCallback, Threads, Transfer};
 use crate::types::{SeqId, StateFlags};
 
 /// The state of a sequence, or of the whole context, at the time when it was taken.
@@ -49,6 +49,13 @@ impl Snapshot {
         self.state.tensors().device_bytes()
     }
 
+    /// The same snapshot, whose bytes are copied on this many threads.
+    #[must_use]
+    pub fn with_threads(mut self, threads: Threads) -> Self {
+        self.transfer.threads = threads;
+        self
+    }
+
     fn header_len(&self) -> u64 {
         if self.seq_id.is_some() { SEQ_BLOB_HEADER_LEN } else { 0 }
     }
@@ -77,7 +84,7 @@ impl Context {
     pub fn seq_snapshot(&mut self, seq_id: SeqId, flags: StateFlags) -> Result<Snapshot> {
         let flags = flags.difference(StateFlags::ON_DEVICE);
         let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
-        self.apply_shifts(params)?;
+        self.apply_shifts_before(params)?;
         let mut record = RecordSink::default();
         self.memory.state_write(&mut record, params)?;
         let state = record.snapshot(&self.transfer)?;
@@ -89,7 +96,7 @@ impl Context {
     /// # Errors
     /// As [`Context::seq_snapshot`].
     pub fn snapshot(&mut self) -> Result<Snapshot> {
-        self.apply_shifts(self.write_params(Scope::Whole, StateFlags::empty()))?;
+        self.apply_shifts_before(self.write_params(Scope::Whole, StateFlags::empty()))?;
         let mut record = RecordSink::default();
         self.write_whole(&mut record)?;
         let state = record.snapshot(&self.transfer)?;

@@ -2,7 +2,7 @@
 
 use super::KvMemory;
 use super::geometry::{Geometry, KvParams, Streams};
-use crate::cells::{CellMeta, Cells};
+use crate::cells::{CellMeta, Cells, SeqSet};
 use crate::error::{Error, Result};
 use crate::storage::{self, CellMap, Device, Plane, PlaneShape, Transfer};
 use crate::types::{Pos, PosRange, Seq};
@@ -84,6 +84,20 @@ impl KvCache {
         let KvPlanes { k, v } = &self.planes;
         let on_device = k.iter().chain(v.iter().flatten()).filter(|plane| plane.device().is_some());
         on_device.filter_map(|plane| plane.shape().span(plane.kv_size())).sum()
+    }
+
+    /// Bytes that were allocated where `on` says.
+    pub fn allocated(&self, on: impl Fn(Option<i32>) -> bool) -> u64 {
+        let KvPlanes { k, v } = &self.planes;
+        let ours =
+            k.iter().chain(v.iter().flatten()).filter(|plane| plane.is_allocated() && on(plane.device()));
+        ours.filter_map(|plane| plane.shape().span(plane.kv_size())).sum()
+    }
+
+    /// K or V of a layer, to be written; the indices must be in range.
+    pub fn plane_mut(&mut self, stream: usize, layer: usize, is_v: bool) -> Option<&mut Plane> {
+        let at = stream * self.geometry.n_layer() + layer;
+        if is_v { self.planes.v[at].as_mut() } else { Some(&mut self.planes.k[at]) }
     }
 
     /// Empties every cell.
@@ -192,6 +206,19 @@ impl KvCache {
         self.cells[stream].shifted()
     }
 
+    /// Streams with a pending shift.
+    pub fn shifted_streams(&self) -> Vec<usize> {
+        (0..self.cells.len()).filter(|&stream| self.cells[stream].has_shift()).collect()
+    }
+
+    /// The sequences of the cells of a stream with a pending shift.
+    pub fn shifted_seqs(&self, stream: usize) -> SeqSet {
+        let mut seqs = SeqSet::EMPTY;
+        let metas = self.shifted(stream).filter_map(|(cell, _)| self.cells[stream].meta(cell));
+        metas.flat_map(|meta| meta.seqs.iter()).for_each(|seq| seqs.insert(seq));
+        seqs
+    }
+
     pub fn shift_done(&mut self, stream: usize) {
         self.cells[stream].shift_done();
     }
@@ -240,9 +267,12 @@ fn allocate(geometry: &Geometry, devices: &[Option<i32>]) -> Result<KvPlanes> {
                 None => Plane::allocate(&shapes, geometry.kv_size)?,
             }
             .into_iter();
-            here.iter().for_each(|&layer| k[layer] = allocated.next());
-            let with_v = here.iter().filter(|&&layer| geometry.v[layer].is_some());
-            with_v.for_each(|&layer| v[layer] = allocated.next());
+            for &layer in &here {
+                k[layer] = allocated.next();
+            }
+            for &layer in here.iter().filter(|&&layer| geometry.v[layer].is_some()) {
+                v[layer] = allocated.next();
+            }
         }
         planes.k.extend(k.into_iter().flatten());
         planes.v.extend(v);

@@ -13,7 +13,7 @@ use crate::format::{self, Cursor, FileKind, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{KvView, SlotInfos, ViewPlan};
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, RecordSink, Sink, SliceSink, Source};
 use crate::storage::{
-    self, CellMap, Plane, ProgressCallback, Region, Scatter, TensorBytes, Threads, Transfer,
+    self, CallerStream, CellMap, Plane, ProgressCallback, Region, Scatter, TensorBytes, Threads, Transfer,
 };
 use crate::types::{SeqId, StateFlags, Token};
 
@@ -31,12 +31,17 @@ impl<'a> StateWriter<'a> {
     /// Collects the state of a sequence, or with -1 of a whole context.
     #[must_use]
     pub fn new(seq_id: SeqId) -> Self {
-        Self { seq_id, record: RecordSink::default(), transfer: Transfer::default(), progress: None }
+        Self { seq_id, record: RecordSink::default(), transfer: Transfer::shared(), progress: None }
     }
 
     /// Copies on this many threads.
     pub fn set_threads(&mut self, threads: Threads) {
         self.transfer.threads = threads;
+    }
+
+    /// Names the stream on which the caller's work on a device runs; see [`crate::Context::set_stream`].
+    pub fn set_stream(&mut self, stream: CallerStream) {
+        self.transfer.set_stream(stream);
     }
 
     /// Calls `progress` while a file is saved.
@@ -229,7 +234,7 @@ impl<'a> StateReader<'a> {
             pending: Vec::new(),
             failed: None,
             legacy_partial: false,
-            transfer: Transfer::default(),
+            transfer: Transfer::shared(),
             file: None,
         }
     }
@@ -245,6 +250,11 @@ impl<'a> StateReader<'a> {
     /// Copies on this many threads.
     pub fn set_threads(&mut self, threads: Threads) {
         self.transfer.threads = threads;
+    }
+
+    /// Names the stream on which the caller's work on a device runs; see [`crate::Context::set_stream`].
+    pub fn set_stream(&mut self, stream: CallerStream) {
+        self.transfer.set_stream(stream);
     }
 
     /// Bytes consumed, header included.

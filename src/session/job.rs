@@ -2,8 +2,8 @@
 
 use std::ops::ControlFlow;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use super::snapshot_file;
@@ -24,8 +24,8 @@ struct Shared {
 #[derive(Debug)]
 pub struct Job<T> {
     shared: Arc<Shared>,
-    /// `None` when it has been waited for.
-    thread: Option<JoinHandle<Result<T>>>,
+    /// `None` when somebody waits or has waited for it.
+    thread: Mutex<Option<JoinHandle<Result<T>>>>,
 }
 
 impl<T: Send + 'static> Job<T> {
@@ -53,7 +53,7 @@ impl<T: Send + 'static> Job<T> {
             path: "a save".to_owned(),
             source,
         })?;
-        Ok(Self { shared, thread: Some(thread) })
+        Ok(Self { shared, thread: Mutex::new(Some(thread)) })
     }
 }
 
@@ -61,7 +61,7 @@ impl<T> Job<T> {
     /// Whether it has ended, well or not: [`Job::wait`] will not wait.
     #[must_use]
     pub fn is_finished(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+        self.lock().as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     /// How far it is.
@@ -71,21 +71,21 @@ impl<T> Job<T> {
         Progress { done: done.load(Ordering::Relaxed), total: total.load(Ordering::Relaxed) }
     }
 
+    fn lock(&self) -> MutexGuard<'_, Option<JoinHandle<Result<T>>>> {
+        self.thread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Asks it to end: [`Job::wait`] returns [`Error::Cancelled`], unless it was done before.
     pub fn cancel(&self) {
         self.shared.is_cancelled.store(true, Ordering::Relaxed);
     }
 
-    /// Waits for its end.
+    /// Waits for its end. Others can ask and cancel meanwhile.
     ///
     /// # Errors
-    /// Those of the save.
-    pub fn wait(mut self) -> Result<T> {
-        self.join()
-    }
-
-    fn join(&mut self) -> Result<T> {
-        let thread = self.thread.take().ok_or_else(|| Error::arg("job", "has been waited for"))?;
+    /// Those of the save; [`Error::InvalidArgument`] the second time.
+    pub fn wait(&self) -> Result<T> {
+        let thread = self.lock().take().ok_or_else(|| Error::arg("job", "has been waited for"))?;
         thread.join().unwrap_or_else(|_| Err(Error::Internal("a save in the background panicked".to_owned())))
     }
 }
@@ -93,9 +93,8 @@ impl<T> Job<T> {
 impl<T> Drop for Job<T> {
     fn drop(&mut self) {
         self.cancel();
-        if self.thread.is_some() {
-            drop(self.join());
-        }
+        // Waited for or not, nobody is left to be told.
+        drop(self.wait());
     }
 }
 

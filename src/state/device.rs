@@ -53,6 +53,11 @@ impl DeviceState {
         Self { metadata, tensors, flags }
     }
 
+    /// Its tensors.
+    pub(crate) fn tensors(&self) -> &TensorCopies {
+        &self.tensors
+    }
+
     /// The state, to be read as `blob` with `flags`.
     ///
     /// # Errors

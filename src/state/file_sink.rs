@@ -41,7 +41,7 @@ pub fn write_file(
         written: 0,
         total: record.bytes(),
         progress,
-        drain: RegionDrain::new(record.regions(), transfer)?,
+        drain: RegionDrain::new(&record.regions(), transfer)?,
         transfer: Transfer::with_threads(Threads::new(1)),
     };
     record.replay(&mut sink)?;

@@ -15,7 +15,7 @@ pub(crate) struct RegionDrain {
 impl RegionDrain {
     /// Begins with those of `regions` that are on a device.
     pub fn new<'a>(
-        regions: impl Iterator<Item = &'a Region<'a>> + Clone,
+        regions: &(impl Iterator<Item = &'a Region<'a>> + Clone),
         transfer: &Transfer,
     ) -> Result<Self> {
         let mut drains: Vec<(i32, Drain)> = Vec::new();

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::batch::Report;
 use super::region::Rectangle;
+use super::shift::{Rotation, RotationTable, ShiftFailure, ShiftedCell};
 use super::{CellMap, PlaneShape, TensorBytes, Transfer};
 use crate::error::{Error, Result};
 
@@ -88,10 +89,12 @@ impl Staging {
     ///
     /// # Errors
     /// None.
-    #[expect(clippy::unnecessary_wraps, reason = "it can fail with devices")]
     pub fn new(_: StagingParams, _: Option<u64>) -> Result<Self> {
         Ok(Self)
     }
+
+    /// There is nothing to free.
+    pub fn free(&self) {}
 
     /// Nothing is allocated.
     #[must_use]
@@ -159,6 +162,10 @@ impl DevicePlane {
         match **device {}
     }
 
+    pub fn is_allocated(&self) -> bool {
+        match *self.device {}
+    }
+
     pub fn get(&self, _: u64, _: &mut [u8], _: &Transfer) -> Result<()> {
         match *self.device {}
     }
@@ -183,6 +190,19 @@ pub(super) struct Part<'a> {
 pub(super) struct LocalPart<'a> {
     pub part: Part<'a>,
     pub blob: &'a DevicePlane,
+}
+
+pub(super) const MAX_SPAN: u32 = 0;
+
+#[derive(Debug)]
+pub(super) struct ShiftPart<'a> {
+    pub plane: &'a DevicePlane,
+    pub rotation: &'a Rotation,
+    pub table: &'a RotationTable,
+}
+
+pub(super) fn shift(_: &[ShiftPart<'_>], _: &[ShiftedCell], _: &Transfer) -> Result<(), ShiftFailure> {
+    none().map_err(|error| ShiftFailure { error, rows_changed: false })
 }
 
 /// Nothing is on its way.

@@ -33,7 +33,7 @@ pub trait TensorAccess: Send + Sync + std::fmt::Debug {
 #[derive(Debug)]
 enum Memory {
     /// In host memory, which is kept unless it is the caller's.
-    Host { grid: Grid, _allocation: Option<Arc<Allocation>> },
+    Host { grid: Grid, allocation: Option<Arc<Allocation>> },
     /// In the memory of a device.
     Device(DevicePlane),
     /// Behind calls of their owner.
@@ -77,7 +77,7 @@ impl Plane {
             return Err(Error::arg("ptr", "is NULL"));
         };
         shape.check(kv_size).map_err(|reason| Error::arg("shape", reason))?;
-        let memory = Memory::Host { grid: Grid::new(ptr, shape)?, _allocation: None };
+        let memory = Memory::Host { grid: Grid::new(ptr, shape)?, allocation: None };
         Ok(Self { memory, kv_size, shape, tensor: 0 })
     }
 
@@ -174,7 +174,7 @@ impl Plane {
             // SAFETY: the allocation has `size` bytes from its aligned start on, and `offset + span` lies in it.
             let ptr = unsafe { memory.start.add(offset) };
             let grid = Grid::new(ptr, shape)?;
-            let memory = Memory::Host { grid, _allocation: Some(Arc::clone(&memory)) };
+            let memory = Memory::Host { grid, allocation: Some(Arc::clone(&memory)) };
             Ok(Self { memory, kv_size, shape, tensor: 0 })
         };
         shapes.iter().zip(offsets).map(plane).collect()
@@ -202,6 +202,15 @@ impl Plane {
                 std::ptr::without_provenance_mut(usize::try_from(plane.grid.ptr).unwrap_or(0))
             }
             Memory::Remote(_) => std::ptr::null_mut(),
+        }
+    }
+
+    /// Whether its memory was allocated here.
+    pub(crate) fn is_allocated(&self) -> bool {
+        match &self.memory {
+            Memory::Host { allocation, .. } => allocation.is_some(),
+            Memory::Device(plane) => plane.is_allocated(),
+            Memory::Remote(_) => false,
         }
     }
 
@@ -272,12 +281,13 @@ impl Plane {
         self.contiguous(Run { start: 0, len: self.kv_size }, &(0..self.shape.strides().n_channel))
     }
 
-    /// All its bytes, to be written, if it is in host memory of ours and has no gaps.
+    /// All its bytes, to be written, if it is in host memory of ours and has no gaps. For planes that nobody has the address
+    /// of yet.
     pub(super) fn as_bytes_mut(&mut self) -> Option<&mut [u8]> {
         let len = self.as_bytes()?.len();
         match &self.memory {
-            // SAFETY: so many bytes, initialised, and nobody else has them: no engine knows the address.
-            Memory::Host { grid, _allocation: Some(_) } => {
+            Memory::Host { grid, allocation: Some(_) } => {
+                // SAFETY: so many bytes, initialised; a plane that was just allocated has been shown to nobody.
                 Some(unsafe { slice::from_raw_parts_mut(grid.ptr, len) })
             }
             _ => None,
@@ -302,6 +312,15 @@ impl Plane {
     /// Whether it is reached through calls of its owner.
     pub(super) fn is_remote(&self) -> bool {
         matches!(self.memory, Memory::Remote(_))
+    }
+
+    /// The row of a cell, to be changed in place; `None` without such a row in host memory.
+    pub(super) fn row_mut(&mut self, cell: u32) -> Option<&mut [u8]> {
+        let (Memory::Host { grid, .. }, PlaneShape::Rows { .. }) = (&self.memory, self.shape) else {
+            return None;
+        };
+        // SAFETY: the row lies in the plane, which is initialised, and only `&mut self` writes or lends it meanwhile.
+        (cell < self.kv_size).then(|| unsafe { slice::from_raw_parts_mut(grid.at(0, cell), grid.elem_size) })
     }
 
     /// Zeroes every cell, and no byte between cells.

@@ -90,6 +90,14 @@ impl Transfer {
         Self { threads, staging: Arc::new(staging), streams: Vec::new() }
     }
 
+    /// Through buffers that all who have none of their own share, one after another or side by side; they stay until
+    /// [`Staging::free`].
+    #[must_use]
+    pub fn shared() -> Self {
+        static SHARED: LazyLock<Arc<Staging>> = LazyLock::new(Arc::default);
+        Self { staging: Arc::clone(&SHARED), ..Self::default() }
+    }
+
     /// Copies on this many threads, through buffers of the default size.
     #[must_use]
     pub fn with_threads(threads: Threads) -> Self {

@@ -601,8 +601,8 @@ static void a_view_that_makes_no_sense_is_refused_by_field(void) {
         BAD_STATUS(kvs_kv_cache_state_write(&view, &io, 0, 0), text); \
         CHECK(t.size == 0);                                        \
     } while (0)
-    REFUSED(c.k_plane.device = 0, "view.k[0].device: 0, only -1 is supported: set data to NULL");
-    REFUSED(c.v_plane.device = 3, "view.v[0].device: 3, ");
+    REFUSED(c.k_plane.device = -2, "view.k[0].device: -2, it is -1 or the number of a device");
+    REFUSED(c.v_plane.device = -9, "view.v[0].device: -9, ");
     REFUSED(c.k_plane.data = NULL, "view.k[0].data: NULL, and the view has no access");
     REFUSED(c.v_plane.data = NULL, "view.v[0].data: NULL, and the view has no access");
     REFUSED(c.k_plane.ggml_type = 999, "view.k[0].ggml_type: 999 is no type of ggml");

@@ -1,6 +1,8 @@
 """ffi-examples/python/kvstate.py: buffers, errors, shifts. Run by tests/abi.rs, which sets PYTHONPATH."""
 
 import array
+import math
+import struct
 
 import kvstate
 
@@ -72,3 +74,14 @@ with kvstate.Context([kvstate.Kv(8, [kvstate.Layer(4, 4)])], shift=broken) as ct
     ctx.decode(range(5))
     ctx.seq_add(0, 2, -1, 4)
     fails(13, "the shift callback returned -1", ctx.state_seq_get_data, 0)
+
+# Without a callback kvstate rotates K: here by half a turn.
+layer = kvstate.Layer(2, 2, rope=dict(n_embd_head=2, freq_factors=[1 / math.pi]))
+with kvstate.Context([kvstate.Kv(8, [layer])]) as ctx:
+    ctx.decode(range(5))
+    k, _ = ctx.planes(0, 0)
+    k[4][:] = struct.pack("<2e", 1, 2)
+    ctx.seq_add(0, 4, -1, 1)
+    ctx.shift_apply()
+    assert struct.unpack("<2e", bytes(k[4])) == (-1, -2)
+    assert bytes(k[3]) == bytes(4)

@@ -17,12 +17,14 @@ use std::fmt;
 
 use kvstate::context::{PendingShift, Shift, UbatchToken};
 use kvstate::format::GgmlType;
-use kvstate::memory::{KvMemory, KvParams, KvPlanes, LayerParams, SectionParams, TensorParams, swa_kv_size};
+use kvstate::memory::{
+    KvMemory, KvParams, KvPlanes, LayerParams, RopeParams, SectionParams, TensorParams, swa_kv_size,
+};
 use kvstate::storage::{Plane, PlaneShape};
-use kvstate::types::{CellExt, Pos, SeqId, Swa, Token};
+use kvstate::types::{CellExt, Pos, RopeType, SeqId, Swa, Token};
 use kvstate::{Context, ContextParams};
 
-use model::{Model, N_EMBD_KV, Random, add, attend, rms_norm, rotate};
+use model::{Model, N_EMBD_KV, N_HEAD_DIM, Random, add, attend, rms_norm, rotate};
 use vectors::Vectors;
 
 const N_LAYER: usize = 4;
@@ -75,6 +77,8 @@ pub struct Setup {
     pub n_seq_max: u32,
     pub unified: bool,
     pub max_masked_cells: Option<u32>,
+    /// Who rotates K after a shift: kvstate, which knows the model's RoPE, or the engine.
+    pub rope: bool,
 }
 
 impl Setup {
@@ -89,6 +93,7 @@ impl Setup {
             n_seq_max,
             unified: true,
             max_masked_cells: None,
+            rope: false,
         }
     }
 
@@ -120,13 +125,18 @@ impl Setup {
             }
             Ok(())
         };
+        let rope = Some(RopeParams::new(RopeType::Neox, N_HEAD_DIM as u32));
+        let ropes = match &sections[..] {
+            [_] => vec![vec![rope; N_LAYER]],
+            _ => vec![vec![rope; N_LAYER / 2]; 2],
+        };
         let params = ContextParams {
             unified: self.unified,
-            shift: Shift::Callback(Box::new(shift)),
+            shift: if self.rope { Shift::Rope(ropes) } else { Shift::Callback(Box::new(shift)) },
             max_masked_cells: self.max_masked_cells,
             ..ContextParams::new(self.n_seq_max, sections)
         };
-        Engine { cache: Context::new(params).unwrap(), model: Model::random(N_LAYER, 1) }
+        Engine { cache: Context::new(params).unwrap(), model: Model::random(N_LAYER, 1), rope: self.rope }
     }
 
     fn n_stream(self) -> usize {
@@ -166,6 +176,7 @@ fn rotate_key(keys: Vectors, cell: u32, n_pos: Pos) {
 pub struct Engine {
     pub cache: Context,
     model: Model,
+    rope: bool,
 }
 
 impl Engine {
@@ -229,6 +240,9 @@ impl Engine {
 
     /// Rotates the keys whose positions were changed, as an engine does at its next decode.
     fn rotate_shifted(&mut self) {
+        if self.rope {
+            return self.cache.apply_pending_shifts().unwrap();
+        }
         for section in 0..self.cache.n_section() {
             for stream in 0..self.cache.n_stream() as usize {
                 let pending: Vec<_> = self.cache.pending_shifts(section, stream).unwrap().collect();

@@ -62,6 +62,7 @@ macro_rules! calls {
 
         impl Driver {
             $(
+                #[allow(clippy::too_many_arguments, reason = "a launch has them")]
                 /// # Safety
                 /// The contract of the driver's call; the calling thread has its device's context.
                 pub unsafe fn $name(&self, device: i32, $($arg: $type),*) -> Result<()> {

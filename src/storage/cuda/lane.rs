@@ -62,18 +62,12 @@ impl CallerStream {
 }
 
 /// How large staging buffers are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StagingParams {
     /// Bytes of a buffer; 0: 32 MiB.
     pub size: u64,
     /// Pinned buffers, at least 2; 0: 4. On the device there are 2 of the same size.
     pub count: usize,
-}
-
-impl Default for StagingParams {
-    fn default() -> Self {
-        Self { size: 0, count: 0 }
-    }
 }
 
 /// Bytes that staging takes at present.
@@ -114,6 +108,16 @@ impl Staging {
     #[must_use]
     pub fn report(&self) -> StagingReport {
         *self.lock_report()
+    }
+
+    /// Frees the buffers that are not in use; they come again when they are needed.
+    pub fn free(&self) {
+        let idle = std::mem::take(&mut *self.idle.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut report = self.lock_report();
+        for bytes in idle.iter().map(Lane::bytes) {
+            report.device -= bytes.device;
+            report.pinned -= bytes.pinned;
+        }
     }
 
     fn lock_report(&self) -> std::sync::MutexGuard<'_, StagingReport> {
@@ -241,9 +245,13 @@ impl Lane {
         Ok(())
     }
 
-    /// Brings a table to the device, for launches on `compute`; returns where it is.
-    pub fn upload(&mut self, bound: &Bound<'_>, table: &mut Table) -> Result<DevicePtr> {
-        let size = table.size();
+    /// Brings a table of `size` bytes to the device, for launches on `compute`; returns where it is, as `write` is told.
+    pub fn upload(
+        &mut self,
+        bound: &Bound<'_>,
+        size: usize,
+        write: impl FnOnce(&mut [u8], DevicePtr),
+    ) -> Result<DevicePtr> {
         if size == 0 {
             return Ok(0);
         }
@@ -252,7 +260,7 @@ impl Lane {
         unsafe { bound.driver().event_synchronize(bound.ordinal(), self.table_copied.0)? };
         let (pinned, memory) = self.table.as_mut().expect("it has just been made, or was there");
         let ptr = memory.ptr;
-        table.write(&mut pinned.bytes_mut()[..size], ptr);
+        write(&mut pinned.bytes_mut()[..size], ptr);
         // SAFETY: both sides have that many bytes; the pinned ones are not written before `table_copied`.
         unsafe {
             let src = pinned.as_ptr().cast_const().cast();
@@ -260,6 +268,11 @@ impl Lane {
         }
         bound.record(self.table_copied, self.compute)?;
         Ok(ptr)
+    }
+
+    /// Brings a table of moves to the device.
+    pub fn upload_moves(&mut self, bound: &Bound<'_>, table: &mut Table) -> Result<DevicePtr> {
+        self.upload(bound, table.size(), |out, ptr| table.write(out, ptr))
     }
 
     /// Queues launches of the table at `table`.

@@ -71,6 +71,11 @@ impl DevicePlane {
         Ok(Self { device: Device::open(ordinal)?, grid: DeviceGrid::new(ptr, shape)?, allocation: None })
     }
 
+    /// Whether the memory is ours.
+    pub fn is_allocated(&self) -> bool {
+        self.allocation.is_some()
+    }
+
     /// Zeroed planes of `kv_size` cells, one for each shape, all in one allocation.
     pub fn allocate(device: &Arc<Device>, shapes: &[PlaneShape], kv_size: u32) -> Result<Vec<Self>> {
         let (offsets, size) = offsets_of(shapes, kv_size);

@@ -35,7 +35,9 @@ pub(in crate::storage) fn prepare(
     }
     // As large as that of a scatter from the device: a move for each plane, and the same cells.
     let (mut zeroes, mut group) = (Table::default(), Group::default());
-    parts.iter().for_each(|part| zeroes.zero(&mut group, &part.plane.grid, part.map));
+    for part in parts {
+        zeroes.zero(&mut group, &part.plane.grid, part.map);
+    }
     zeroes.add(group);
     lane.reserve_table(&bound, table.size().max(zeroes.size()))?;
     transfer.stream_of(device).map_or(Ok(()), |stream| stream.check(&bound))
@@ -56,7 +58,7 @@ pub(in crate::storage) fn scatter(
     lane.stage(&bound, largest_element(parts), total)?;
     let (mut table, chunks) = plan(parts, Way::Scatter, lane.capacity(), &lane.buffer_ptrs());
     lane.join(&bound, transfer.stream_of(device))?;
-    let table = lane.upload(&bound, &mut table)?;
+    let table = lane.upload_moves(&bound, &mut table)?;
     let is_direct = srcs.iter().all(|src| matches!(src, TensorBytes::Memory(bytes) if is_pinned(bytes)));
     let mut fill = Fill { lane, table, chunks, srcs };
     for i in 0..fill.chunks.len() {
@@ -153,7 +155,7 @@ fn fill_buffer(
         buffer = rest;
         match srcs[piece.part] {
             TensorBytes::Memory(bytes) => {
-                copies.push((out, &bytes[to_usize(piece.start)?..][..to_usize(piece.len)?]))
+                copies.push((out, &bytes[to_usize(piece.start)?..][..to_usize(piece.len)?]));
             }
             ref src => src.read(piece.start, out)?,
         }
@@ -211,14 +213,18 @@ pub(in crate::storage) fn copy_cells(
     transfer: &Transfer,
 ) -> Result<()> {
     in_place(pairs.first().map(|(dst, _)| &dst.device), transfer, |table, group| {
-        pairs.iter().for_each(|(dst, src)| table.copy(group, &dst.grid, &src.grid, map));
+        for (dst, src) in pairs {
+            table.copy(group, &dst.grid, &src.grid, map);
+        }
     })
 }
 
 /// Zeroes the cells of planes of one device that their maps name; the caller's stream waits for it.
 pub(in crate::storage) fn zero_cells(parts: &[(&DevicePlane, &CellMap)], transfer: &Transfer) -> Result<()> {
     in_place(parts.first().map(|(plane, _)| &plane.device), transfer, |table, group| {
-        parts.iter().for_each(|(plane, map)| table.zero(group, &plane.grid, map));
+        for (plane, map) in parts {
+            table.zero(group, &plane.grid, map);
+        }
     })
 }
 
@@ -240,7 +246,7 @@ fn in_place(
 
 fn run(lane: &mut Lane, bound: &Bound<'_>, table: &mut Table, group: Group) -> Result<()> {
     let launches = table.add(group);
-    let at = lane.upload(bound, table)?;
+    let at = lane.upload_moves(bound, table)?;
     lane.launch(bound, &launches, at)
 }
 

@@ -65,19 +65,18 @@ CUresult tell_fault(const Launch &launch, const FakeFault &fault) {
                                                               : "host memory that is not pinned";
     report("%s on device %d %s %zu bytes at %#lx: %s", launch.function->name.c_str(),
            launch.function->context->ordinal, fault.writes ? "writes" : "reads", fault.bytes,
-           (unsigned long)fault.address, what);
+           fault.address, what);
     return fault.misaligned ? CUDA_ERROR_MISALIGNED_ADDRESS : CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 
 CUresult run_launch(Lock &lock, Launch &launch) {
-    const Context &context = *launch.function->context;
+    Context &context = *launch.function->context;
     const FakeKernel &kernel = *launch.function->kernel;
     std::vector<void *> args;
     for (auto &arg : launch.args) args.push_back(arg.data());
     FakeLaunch fake{};
     std::copy(launch.grid, launch.grid + 3, fake.grid);
     std::copy(launch.block, launch.block + 3, fake.block);
-    fake.shared_bytes = launch.shared_bytes;
     fake.has_barrier = launch.function->has_barrier;
     fake.seed = launch.seed;
     fake.args = args.data();
@@ -88,7 +87,6 @@ CUresult run_launch(Lock &lock, Launch &launch) {
     lock.unlock();
     const bool good = kernel.run(&kernel, &fake, &fault);
     lock.lock();
-    context.memory.close();
     return good ? CUDA_SUCCESS : tell_fault(launch, fault);
 }
 

@@ -11,7 +11,8 @@
 namespace {
 
 constexpr size_t PAGE = 4096;
-constexpr size_t ARENA_BYTES = size_t(1) << 40;
+// All that a process may ever allocate on a device; sanitizers leave no room for much more.
+constexpr size_t ARENA_BYTES = size_t(256) << 30;
 constexpr size_t DEFAULT_LIMIT = size_t(8) << 30;
 constexpr unsigned char POISON = 0xCD;
 
@@ -42,8 +43,11 @@ Arena::Arena() : limit(DEFAULT_LIMIT), file_(memfd_create("fakecuda", MFD_CLOEXE
 CUresult Arena::allocate(size_t bytes, bool ready, CUdeviceptr *ptr) {
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     const size_t span = whole_pages(bytes) + PAGE;
-    const size_t left = device_.bytes - (next_ - device_.start);
-    if (bytes > limit || live_bytes_ > limit - bytes || span > left) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (bytes > limit || live_bytes_ > limit - bytes) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (span + PAGE > device_.bytes - (next_ - device_.start)) {
+        fprintf(stderr, "fakecuda: every address of the device has been used\n");
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
     // 256 bytes are what the real driver aligns to; more would hide code that counts on more.
     const uintptr_t start = next_ + 256;
     next_ += span + PAGE;
@@ -93,12 +97,32 @@ std::optional<Range> Arena::usable(Range range) const {
     return Range{found->first, found->second.bytes};
 }
 
-void Arena::open() const {
-    mprotect(reinterpret_cast<void *>(device_.start), next_ - device_.start, PROT_READ | PROT_WRITE);
+// Allocations with what lies between neighbours: one change of protection for many of them, and none for the addresses
+// of memory that is long gone.
+std::vector<Range> Arena::live_runs() const {
+    constexpr size_t NEAR = size_t(2) << 20;
+    std::vector<Range> runs;
+    for (const auto &[start, allocation] : allocations_) {
+        const uintptr_t first = start / PAGE * PAGE;
+        const uintptr_t end = first + whole_pages(start - first + allocation.bytes);
+        if (runs.empty() || first - (runs.back().start + runs.back().bytes) > NEAR) runs.push_back({first, 0});
+        runs.back().bytes = end - runs.back().start;
+    }
+    return runs;
 }
 
-void Arena::close() const {
-    mprotect(reinterpret_cast<void *>(device_.start), next_ - device_.start, PROT_NONE);
+void Arena::open() {
+    if (opened_until_ == next_) return;
+    close();
+    opened_ = live_runs();
+    opened_until_ = next_;
+    for (const Range &run : opened_) mprotect(reinterpret_cast<void *>(run.start), run.bytes, PROT_READ | PROT_WRITE);
+}
+
+void Arena::close() {
+    for (const Range &run : opened_) mprotect(reinterpret_cast<void *>(run.start), run.bytes, PROT_NONE);
+    opened_.clear();
+    opened_until_ = 0;
 }
 
 CUresult Pinned::allocate(size_t bytes, void **ptr) {

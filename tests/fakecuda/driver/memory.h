@@ -2,6 +2,7 @@
 #pragma once
 #include <map>
 #include <optional>
+#include <vector>
 
 #include "cuda.h"
 
@@ -42,8 +43,9 @@ class Arena {
     // Where the driver reads and writes what the device has at this address.
     char *view(uintptr_t address) const { return view_ + (address - device_.start); }
 
-    void open() const;
-    void close() const;
+    // For the device, until it has nothing to do.
+    void open();
+    void close();
 
     size_t limit;
     size_t live_bytes() const { return live_bytes_; }
@@ -57,11 +59,15 @@ class Arena {
     };
     using Allocations = std::map<uintptr_t, Allocation>;
     Allocations::const_iterator find(Range range) const;
+    std::vector<Range> live_runs() const;
 
     int file_;
     Range device_;
     char *view_;
     uintptr_t next_;
+    // What of the device's view is readable, and what next_ was then.
+    std::vector<Range> opened_;
+    uintptr_t opened_until_ = 0;
     Allocations allocations_;
     size_t live_bytes_ = 0;
     size_t live_count_ = 0;

@@ -20,7 +20,6 @@ struct FakeKernel {
 struct FakeLaunch {
     unsigned grid[3];
     unsigned block[3];
-    unsigned shared_bytes;
     // Threads of a block wait for each other: they need stacks of their own.
     bool has_barrier;
     unsigned seed;
