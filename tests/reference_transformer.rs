@@ -4,6 +4,7 @@
 //! restored and cut to the prompt, and decoding goes on with other tokens. The logits must be those of an engine
 //! that decoded the prompt and these tokens and never saved anything.
 
+mod place;
 mod transformer;
 
 use kvstate::Context;

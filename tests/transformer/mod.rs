@@ -20,10 +20,11 @@ use kvstate::format::GgmlType;
 use kvstate::memory::{
     KvMemory, KvParams, KvPlanes, LayerParams, RopeParams, SectionParams, TensorParams, swa_kv_size,
 };
-use kvstate::storage::{Plane, PlaneShape};
+use kvstate::storage::PlaneShape;
 use kvstate::types::{CellExt, Pos, RopeType, SeqId, Swa, Token};
 use kvstate::{Context, ContextParams};
 
+use crate::place;
 use model::{Model, N_EMBD_KV, N_HEAD_DIM, Random, add, attend, rms_norm, rotate};
 use vectors::Vectors;
 
@@ -120,7 +121,7 @@ impl Setup {
             let n_layer = keys[section].len() / n_stream;
             for keys in &keys[section][stream * n_layer..][..n_layer] {
                 for (&cell, &shift) in cells.iter().zip(shifts) {
-                    rotate_key(*keys, cell, shift);
+                    rotate_key(keys, cell, shift);
                 }
             }
             Ok(())
@@ -136,7 +137,7 @@ impl Setup {
             max_masked_cells: self.max_masked_cells,
             ..ContextParams::new(self.n_seq_max, sections)
         };
-        Engine { cache: Context::new(params).unwrap(), model: Model::random(N_LAYER, 1), rope: self.rope }
+        Engine { cache: place::context(params).unwrap(), model: Model::random(N_LAYER, 1), rope: self.rope }
     }
 
     fn n_stream(self) -> usize {
@@ -153,9 +154,10 @@ impl Setup {
         let rows = PlaneShape::dense_rows(u64::from(tensor.n_embd * elem_size));
         let channels = PlaneShape::dense_channels(tensor.n_embd, elem_size, kv_size);
         let n_plane = self.n_stream() * n_layer;
-        let allocate = |shape| Plane::allocate(&vec![shape; n_plane], kv_size).unwrap();
+        let allocate =
+            |shape| (0..n_plane).map(move |plane| place::allocate(plane % n_layer, shape, kv_size));
         let v = allocate(if self.v_trans { channels } else { rows });
-        let planes = KvPlanes { k: allocate(rows), v: v.into_iter().map(Some).collect() };
+        let planes = KvPlanes { k: allocate(rows).collect(), v: v.map(Some).collect() };
         SectionParams::Kv { kv, memory: KvMemory::Adopted(planes) }
     }
 
@@ -166,7 +168,7 @@ impl Setup {
     }
 }
 
-fn rotate_key(keys: Vectors, cell: u32, n_pos: Pos) {
+fn rotate_key(keys: &Vectors, cell: u32, n_pos: Pos) {
     let mut key = keys.read(cell);
     rotate(&mut key, n_pos);
     keys.write(cell, &key);
@@ -249,7 +251,7 @@ impl Engine {
                 for il in (0..N_LAYER).filter(|&il| self.home_of_layer(il).0 == section) {
                     let (keys, _) = self.keys_and_values(section, stream, self.home_of_layer(il).1);
                     for &(cell, shift) in &pending {
-                        rotate_key(keys, cell, shift);
+                        rotate_key(&keys, cell, shift);
                     }
                 }
             }

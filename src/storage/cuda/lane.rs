@@ -83,7 +83,7 @@ pub struct StagingReport {
 #[derive(Debug, Default)]
 pub struct Staging {
     params: StagingParams,
-    /// No state is larger, so no buffer needs to be.
+    /// No state is larger, so no buffer needs to be. `None`: nobody knows.
     largest_state: Option<u64>,
     idle: Mutex<Vec<Lane>>,
     report: Mutex<StagingReport>,
@@ -358,9 +358,11 @@ impl LaneGuard {
         let StagingParams { size, count } = self.staging.params;
         let count = if count == 0 { DEFAULT_COUNT } else { count };
         let wanted = if size == 0 { DEFAULT_SIZE } else { size };
-        let of_states = self.staging.largest_state.unwrap_or(u64::MAX).max(total).max(1);
-        let mut size = wanted.min(of_states).max(min);
-        if self.capacity() >= min && !self.pinned.is_empty() {
+        let largest = self.staging.largest_state;
+        let mut size = wanted.min(largest.unwrap_or(0).max(total).max(1)).max(min);
+        // Where nobody knows how large states are, buffers grow with what is moved.
+        let enough = if largest.is_some() { min } else { size };
+        if self.capacity() >= enough && !self.pinned.is_empty() {
             return Ok(());
         }
         loop {
