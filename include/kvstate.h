@@ -381,8 +381,9 @@ typedef struct kvs_cell {
     uint64_t seqs[4];
 } kvs_cell;
 
-// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
-// save, the state's or its tensors' in a load, never 0. done never decreases, and is total once, at the end; how often
+// Told how far the saving or loading of a file is, or a job, on the thread of the call (a job's: its own): done of total
+// bytes, the file's in a save to one, the state's in a save to memory, the state's or its tensors' in a load; total is never
+// 0. done never decreases, and is total once, at the end; how often
 // it is told differs. Returns 0 to go on; anything else cancels, at the end too, and the call fails with
 // KVS_STATUS_CANCELLED. It must not call the library with the same handle, and must not throw or unwind.
 typedef int32_t (*kvs_progress_callback)(void *user_data, uint64_t done, uint64_t total);
@@ -396,7 +397,7 @@ typedef struct kvs_transfer_params {
     uint32_t n_threads;
     // 0.
     uint32_t reserved;
-    // Called while a file is saved or loaded; NULL: nobody is.
+    // Called while a file is saved or loaded, or a job runs; NULL: nobody is.
     kvs_progress_callback progress;
     // For progress.
     void *progress_user_data;
@@ -907,6 +908,10 @@ kvs_status kvs_memory_usage_get(const struct kvs_context *ctx, struct kvs_memory
 // KVS_STATUS_DRIVER_TOO_OLD say why not; contexts in host memory work all the same.
 kvs_status kvs_device_check(int32_t device);
 
+// The CUDA device whose memory ptr is in, as its driver says; KVS_DEVICE_HOST: no device's, or there is no driver. Pinned
+// memory is the host's.
+int32_t kvs_device_of(const void *ptr);
+
 // Names the stream (a CUstream or cudaStream_t of the device's primary context; NULL is the default stream) on which the
 // caller's work on a device runs. From now on calls that read or write K or V there run behind what is queued on
 // it, and what is queued on it later runs behind them; calls that give bytes to the host, or take them from there, wait for
@@ -921,13 +926,13 @@ kvs_status kvs_stream_set(struct kvs_context *ctx,
 // From now on no stream is named on the device.
 kvs_status kvs_stream_clear(struct kvs_context *ctx, int32_t device);
 
-// Allocates size bytes of pinned host memory, zeroed, with the driver of a device. States of devices go into it, and come
-// from it, without a copy on the host, several times as fast. Free it with kvs_pinned_free.
+// Allocates size bytes of pinned host memory, zeroed. States of devices, whichever, go into it and come from it without
+// another copy on the host, several times as fast. device: any that is in use. Free it with kvs_pinned_free.
 kvs_status kvs_pinned_alloc(int32_t device,
                             size_t size,
                             void **ptr_out);
 
-// Frees what kvs_pinned_alloc gave; NULL is fine.
+// Frees what kvs_pinned_alloc gave, which no job may still write to; NULL is fine.
 kvs_status kvs_pinned_free(void *ptr);
 
 // Pins size bytes of the caller's own memory at ptr, as kvs_pinned_alloc allocates them, until kvs_host_unregister.
@@ -938,8 +943,8 @@ kvs_status kvs_host_register(int32_t device,
 // Ends what kvs_host_register began at ptr.
 kvs_status kvs_host_unregister(void *ptr);
 
-// Copies size bytes of K or V (KVS_KV_*) of a layer in a stream of a section, from offset (bytes from cell 0) on, to dst:
-// wherever they are, which an engine that computes on a device does by itself and faster. Const.
+// Copies size bytes of K or V (KVS_KV_*) of a layer in a stream of a section to dst, from offset on: bytes from cell 0, laid
+// out as kvs_kv_plane tells. For programs without CUDA code, and for looking: it waits for each copy. Const.
 kvs_status kvs_kv_get(const struct kvs_context *ctx,
                       uint32_t section,
                       uint32_t stream,
@@ -960,8 +965,9 @@ kvs_status kvs_kv_set(struct kvs_context *ctx,
                       size_t size);
 
 // Takes a snapshot of a sequence, with flags KVS_STATE_SEQ_FLAGS_NONE or _PARTIAL_ONLY, or with seq_id -1 and
-// KVS_STATE_SEQ_FLAGS_NONE of the whole context. Nothing leaves a device, and with a stream named by kvs_stream_set nothing is
-// waited for: what is queued on it afterwards runs behind the copy. Free it with kvs_snapshot_free.
+// KVS_STATE_SEQ_FLAGS_NONE of the whole context (KVS_STATE_SEQ_FLAGS_ON_DEVICE makes no difference for a sequence). Pending
+// shifts are applied first. Nothing leaves a device, and with a stream named by kvs_stream_set nothing is waited for: what is
+// queued on it afterwards runs behind the copy. Free it with kvs_snapshot_free.
 kvs_status kvs_snapshot_take(struct kvs_context *ctx,
                              kvs_seq_id seq_id,
                              kvs_state_seq_flags flags,
@@ -976,9 +982,9 @@ size_t kvs_snapshot_size(const struct kvs_snapshot *snapshot);
 // Bytes of it in the memory of devices. Const.
 size_t kvs_snapshot_device_size(const struct kvs_snapshot *snapshot);
 
-// Replaces sequence dest_seq_id by the state in a snapshot, of this context or of another one of the same model; or with -1 all
-// sequences by those of a whole context. If it fails nothing has changed, unless a device fails in the middle: the destination
-// is empty then.
+// Replaces sequence dest_seq_id by the state in a snapshot of a sequence, of this context or of another one of the same model;
+// or, with -1, all sequences by those in a snapshot of a whole context. A state like any other: it takes cells that are free or
+// the destination's. If it fails nothing has changed, unless a device fails in the middle: the destination is empty then.
 kvs_status kvs_snapshot_restore(struct kvs_context *ctx,
                                 const struct kvs_snapshot *snapshot,
                                 kvs_seq_id dest_seq_id);
@@ -996,8 +1002,9 @@ size_t kvs_snapshot_save_file(const struct kvs_snapshot *snapshot,
                               const kvs_token *tokens,
                               size_t n_token_count);
 
-// Begins kvs_snapshot_get_data on a thread of its own. dst is the job's until it has ended. params: NULL, or progress, which
-// is called on that thread and may cancel. Free the job with kvs_job_free.
+// Begins kvs_snapshot_get_data on a thread of its own. dst is the job's until it has ended: kvs_job_poll says 1, or
+// kvs_job_wait or kvs_job_free has returned. params: NULL, or threads and a progress callback, which is called on the job's
+// thread. Free the job with kvs_job_free.
 kvs_status kvs_snapshot_get_data_start(const struct kvs_snapshot *snapshot,
                                        uint8_t *dst,
                                        size_t size,
@@ -1024,7 +1031,7 @@ kvs_status kvs_job_progress(const struct kvs_job *job, uint64_t *done_out, uint6
 kvs_status kvs_job_cancel(const struct kvs_job *job);
 
 // Waits for the job's end; *size_out is then what the blocking call would have returned. Fails with the reason of the save.
-// A job is waited for once. Const.
+// A job is waited for once, by one thread; others may poll and cancel it meanwhile. Const.
 kvs_status kvs_job_wait(const struct kvs_job *job,
                         size_t *size_out);
 
@@ -1201,8 +1208,8 @@ kvs_status kvs_state_reader_restart(struct kvs_state_reader *reader,
 // Names the stream of a device that the reader's copies run behind: kvs_stream_set for a reader.
 kvs_status kvs_state_reader_set_stream(struct kvs_state_reader *reader, int32_t device, void *stream);
 
-// Frees the staging buffers that writers and readers share and that are not in use. They are allocated when one of them first
-// moves bytes of a device, and stay for the next.
+// Frees the staging buffers on devices and of pinned memory that writers and readers share and that are not in use. They are
+// allocated when one of those first moves bytes of a device, and stay for the next. What contexts have is not touched.
 void kvs_shared_staging_free(void);
 
 // Metadata of a section of the caller's.

@@ -2,6 +2,7 @@
 #![allow(missing_docs, reason = "a test")]
 
 mod cc;
+mod fakecuda;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -10,6 +11,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use cc::{Link, build, compiles, link, repo, run, temp_dir};
+use fakecuda::FakeCuda;
 use kvstate::Status;
 use kvstate::capi;
 
@@ -256,13 +258,35 @@ fn every_status_constant_of_the_header_is_the_number_of_a_status() {
 
 // The C tests: a file of cases each, and a Rust test for each case.
 
-fn run_case(exe: &Path, case: &str) {
+fn on_the_host(exe: &Path, case: &str) {
     let dir = temp_dir();
     run(Command::new(exe).arg(case).current_dir(dir.path()));
 }
 
+/// Runs a case on the emulated devices: work that is queued happens late, then early and in another order.
+fn on_devices(exe: &Path, case: &str) {
+    for mode in ["lazy", "eager"] {
+        let dir = temp_dir();
+        run(with_devices(Command::new(exe).arg(case).current_dir(dir.path())).env("FAKECUDA_MODE", mode));
+    }
+}
+
+fn on_the_host_and_on_devices(exe: &Path, case: &str) {
+    on_the_host(exe, case);
+    on_devices(exe, case);
+}
+
+/// Has a program find the emulated driver, and its tests use device 0.
+fn with_devices(command: &mut Command) -> &mut Command {
+    let cuda = FakeCuda::load();
+    command
+        .env("LD_LIBRARY_PATH", &cuda.folder)
+        .env("FAKECUDA_KERNELS", &cuda.kernels)
+        .env("TEST_DEVICE", "0")
+}
+
 macro_rules! c_tests {
-    ($module:ident: $($case:ident),+ $(,)?) => {
+    ($module:ident $on:ident: $($case:ident),+ $(,)?) => {
         mod $module {
             use super::*;
 
@@ -278,7 +302,7 @@ macro_rules! c_tests {
 
             $(#[test]
             fn $case() {
-                run_case(exe(), stringify!($case));
+                $on(exe(), stringify!($case));
             })+
 
             #[test]
@@ -290,20 +314,21 @@ macro_rules! c_tests {
     };
 }
 
-c_tests! { structs:
+c_tests! { structs on_the_host:
     a_size_below_the_first_version_is_refused,
     a_struct_that_was_not_filled_is_refused,
     a_larger_struct_is_accepted_if_what_is_unknown_is_zero,
     a_larger_struct_is_refused_if_something_unknown_is_set,
     init_writes_as_many_bytes_as_it_is_told,
     the_inline_defaults_are_those_of_the_init_calls,
+    memory_usage_is_filled_as_far_as_it_is_known,
     the_elements_of_an_array_have_one_size,
     reserved_fields_are_zero,
     layouts_without_effect_are_refused,
     structs_may_go_once_the_context_is_there,
 }
 
-c_tests! { failures:
+c_tests! { failures on_the_host:
     a_null_handle_fails_every_call,
     a_null_argument_fails_every_call,
     free_calls_take_null,
@@ -318,14 +343,14 @@ c_tests! { failures:
     a_success_leaves_the_last_reason,
 }
 
-c_tests! { threads:
+c_tests! { threads on_the_host:
     the_last_error_is_per_thread,
     const_calls_run_side_by_side,
     two_contexts_are_independent,
     a_context_moves_between_threads,
 }
 
-c_tests! { engine:
+c_tests! { engine on_the_host:
     a_slot_is_stale_once_the_cache_has_changed,
     a_slot_of_another_context_is_refused,
     a_full_cache_has_no_slot,
@@ -346,7 +371,7 @@ c_tests! { engine:
     a_callback_and_a_promise_of_the_engine_exclude_each_other,
 }
 
-c_tests! { transfer:
+c_tests! { transfer on_the_host:
     a_save_and_a_load_report_until_their_end,
     a_cancelled_save_leaves_the_old_file,
     a_cancelled_load_leaves_the_context,
@@ -355,7 +380,7 @@ c_tests! { transfer:
     what_is_reserved_is_zero,
 }
 
-c_tests! { view:
+c_tests! { view on_the_host:
     init_writes_defaults_and_checks_the_size,
     structs_of_another_size_are_refused,
     a_state_written_in_turns_is_that_of_a_context,
@@ -398,6 +423,49 @@ c_tests! { view:
     a_reader_that_is_freed_before_finish_leaves_the_tensors_alone,
     a_null_handle_or_one_of_another_kind_fails_every_call,
     a_null_argument_fails_every_call,
+}
+
+c_tests! { kv_bytes on_the_host_and_on_devices:
+    what_is_set_is_got_and_saved,
+    bytes_outside_a_plane_are_refused,
+    planes_that_are_not_there_are_refused,
+    the_memory_that_is_taken_is_told,
+}
+
+c_tests! { snapshot on_the_host_and_on_devices:
+    a_snapshot_is_what_a_save_was_when_it_was_taken,
+    a_snapshot_is_restored_into_another_sequence_and_another_context,
+    a_snapshot_of_the_whole_context_replaces_all_sequences,
+    a_snapshot_outlives_its_context,
+    a_file_of_a_snapshot_is_that_of_a_save_when_it_was_taken,
+    what_a_snapshot_takes_is_where_its_cache_is,
+    a_job_without_tensors_is_done_at_its_end,
+    a_save_in_the_background_has_the_bytes_of_a_blocking_one,
+    a_job_goes_on_without_its_snapshot_and_its_context,
+    progress_cancels_a_job,
+    a_job_is_polled_and_cancelled_while_another_thread_waits,
+    a_job_that_is_freed_is_cancelled,
+    a_save_that_fails_in_the_background_fails_the_wait,
+    a_snapshot_that_does_not_fit_changes_nothing,
+    what_makes_no_snapshot_is_refused,
+    a_buffer_that_is_too_small_is_untouched,
+    a_partial_snapshot_has_no_file,
+    a_handle_that_is_none_fails_every_call,
+    a_null_argument_fails_every_call,
+}
+
+c_tests! { device on_devices:
+    devices_are_checked_by_number,
+    layers_on_two_devices_and_the_host_have_the_state_of_the_host,
+    addresses_of_a_device_are_adopted_whatever_number_is_named,
+    the_driver_says_whose_memory_an_address_is,
+    a_save_runs_behind_what_is_queued_on_the_stream,
+    streams_that_make_no_sense_are_refused,
+    a_stream_that_is_being_captured_fails_the_calls,
+    pinned_memory_takes_and_gives_states,
+    pinned_memory_that_makes_no_sense_is_refused,
+    views_share_staging_that_can_be_freed,
+    a_call_of_the_driver_that_fails_is_named,
 }
 
 #[test]
@@ -475,9 +543,15 @@ fn the_states_of_the_python_example_are_those_of_the_c_example() {
 }
 
 #[test]
-fn the_python_wrapper_takes_buffers_raises_errors_and_shifts() {
+fn the_python_wrapper_takes_buffers_raises_errors_shifts_and_saves_in_the_background() {
     let Some(mut python) = python() else { return };
     run(python.arg(repo("tests/python/wrapper.py")));
+}
+
+#[test]
+fn the_python_wrapper_does_the_same_on_a_device() {
+    let Some(mut python) = python() else { return };
+    run(with_devices(python.arg(repo("tests/python/wrapper.py"))));
 }
 
 #[test]

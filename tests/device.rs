@@ -298,6 +298,53 @@ impl ClearPlanes for Context {
     }
 }
 
+// Bytes
+
+/// Sections of every way in which cells lie: rows and transposed V, elements of 2, 4, 8 and 34 bytes.
+fn geometries() -> impl Iterator<Item = KvParams> {
+    let types = [(GgmlType::F16, 4), (GgmlType::F32, 3), (GgmlType::F16, 1), (GgmlType::Q8_0, 32)];
+    types.into_iter().flat_map(|(ggml_type, n_embd)| {
+        let tensor = support::tensor(ggml_type, n_embd);
+        let kv = KvParams::new(16, 3, LayerParams { k: tensor, v: Some(tensor) });
+        let can_trans = !ggml_type.is_quantized();
+        [false, true]
+            .into_iter()
+            .filter(move |&v_trans| can_trans || !v_trans)
+            .map(move |v_trans| KvParams { v_trans, ..kv.clone() })
+    })
+}
+
+#[test]
+fn states_through_many_chunks_are_those_of_host_memory() {
+    let _cuda = alone();
+    // With more pinned buffers than staging buffers on the device, either can be what has to be waited for.
+    for (kv, n_pinned) in geometries().flat_map(|kv| [(kv.clone(), 2), (kv, 4)]) {
+        let mut host = Context::new(support::params(3, std::slice::from_ref(&kv))).expect("a context");
+        let mut ctx = staged(on_device(3, &[kv], 0), 48, n_pinned);
+        for ctx in [&mut host, &mut ctx] {
+            decode(ctx, 2, 0..1);
+            for pos in 0..4 {
+                decode(ctx, pos % 2, [pos / 2]);
+            }
+            decode(ctx, 0, 4..8);
+        }
+        for seq in [0, 1] {
+            let blob = save(&mut host, seq, NONE);
+            same_bytes(&save(&mut ctx, seq, NONE), &blob);
+            ctx.seq_rm(seq, -1, -1).expect("a removal");
+            restore(&mut ctx, &blob, seq, NONE);
+            assert_eq!(held(&ctx, 0, seq), held(&host, 0, seq));
+
+            let mut pinned = Pinned::new(blob.len());
+            ctx.state_seq_get_data(pinned.bytes(), seq, NONE).expect("a state");
+            same_bytes(pinned.bytes(), &blob);
+            ctx.seq_rm(seq, -1, -1).expect("a removal");
+            restore(&mut ctx, pinned.bytes(), seq, NONE);
+            assert_eq!(held(&ctx, 0, seq), held(&host, 0, seq));
+        }
+    }
+}
+
 // Order
 
 /// Two sequences of four tokens in a unified cache of two layers, or in streams of their own.
@@ -329,13 +376,16 @@ fn fill_all(engine: &Engine, ctx: &Context, value: u8) {
         .for_each(|plane| engine.fill(plane, value));
 }
 
+/// Saves sequence 0 in some way; what the state holds.
+type Read<'a> = dyn Fn(&mut Context) -> Vec<support::Held> + 'a;
+
 #[test]
 fn what_reads_the_cache_runs_behind_the_callers_stream() {
     let _cuda = alone();
     let engine = Engine::new();
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("state");
-    let ways: [(&str, &dyn Fn(&mut Context) -> Vec<support::Held>); 5] = [
+    let ways: [(&str, &Read<'_>); 5] = [
         ("a save", &|ctx| state_of(&save(ctx, 0, NONE))),
         ("a save to pinned memory", &|ctx| {
             let mut pinned = Pinned::new(
@@ -368,6 +418,27 @@ fn what_reads_the_cache_runs_behind_the_callers_stream() {
         let state = read(&mut ctx);
         assert!(is_all(&state, value), "{what} has bytes from before the work that was queued: {state:?}");
     }
+}
+
+#[test]
+fn what_is_copied_from_where_it_is_runs_behind_the_callers_stream() {
+    let _cuda = alone();
+    let engine = Engine::new();
+    // 64 KiB of K in one run.
+    let f16 = support::tensor(GgmlType::F16, 2048);
+    let kv = KvParams::new(16, 1, LayerParams { k: f16, v: None });
+    let mut ctx = staged(on_device(1, &[kv], 0), 64 << 10, 2);
+    decode(&mut ctx, 0, 0..16);
+    ctx.set_stream(engine.stream());
+    save(&mut ctx, 0, NONE);
+    engine.fill(planes(&ctx, 0, 0)[0], 0xAB);
+    let blob = save(&mut ctx, 0, NONE);
+    assert!(blob.ends_with(&vec![0xAB; 64 << 10]));
+
+    engine.fill(planes(&ctx, 0, 0)[0], 0xCD);
+    restore(&mut ctx, &blob, 0, NONE);
+    engine.synchronize();
+    assert!(is_all(&held(&ctx, 0, 0), 0xAB));
 }
 
 #[test]

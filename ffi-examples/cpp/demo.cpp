@@ -1,6 +1,7 @@
 // A server's day with kvstate: a prompt with checkpoints, an answer, an edit of the history, a slot file that
-// another process takes over, a slot file of llama.cpp, and files that are refused. Every step is compared,
-// bit for bit, with a run that was never interrupted; the program fails if one differs.
+// another process takes over, one that is saved in the background, a slot file of llama.cpp, and files that are
+// refused. The server's cache is on the first CUDA device if there is one. Every step is compared, bit for bit,
+// with a run in host memory that was never interrupted; the program fails if one differs.
 //
 //   demo SLOT_FILE_OF_LLAMA_CPP     the file is tests/fixtures/tiny2x64_kf16_vf16_n64_none.slot
 
@@ -222,10 +223,16 @@ void write_file(const std::string &path, const Bytes &bytes) {
     }
 }
 
+// Where servers have their caches: on device 0 if that can be used.
+int32_t server_device() {
+    static const int32_t device = kvs_device_check(0) == KVS_STATUS_OK ? 0 : KVS_DEVICE_HOST;
+    return device;
+}
+
 // An engine as a server has it: the SWA section is as small as llama.cpp makes it.
 Engine server_engine(const Transformer &model) {
     const uint32_t cells = kvs_swa_kv_size(Engine::n_ctx, Engine::n_swa, Engine::n_seq_max, n_ubatch, true);
-    return Engine(model, n_ubatch, cells);
+    return Engine(model, n_ubatch, cells, server_device());
 }
 
 // Partial states, by the number of tokens before them.
@@ -391,6 +398,31 @@ Resumed run_resume(const char *program, const std::string &slot_file, const std:
     return resumed;
 }
 
+// The user's slot file again, from a snapshot, while another user's prompt is decoded.
+void save_in_background(Engine &engine, const Tokens &tokens, const TemporaryDirectory &directory,
+                        const Transcript &expected_of_other, Report &report) {
+    report.title("Another user comes; the slot file is saved once more, in the background.");
+    const std::string file = directory.file("background.slot");
+    const Timer take;
+    const Snapshot snapshot = engine.snapshot(user);
+    report.row("snapshot taken", {kvs_snapshot_size(snapshot.get()), take.ms()});
+
+    kvs_job *started = nullptr;
+    const Timer save;
+    check(kvs_snapshot_save_file_start(snapshot.get(), file.c_str(), tokens.data(), tokens.size(), nullptr,
+                                       &started));
+    const Job job(started);
+    const Timer decode;
+    const Transcript heard = listen(engine, other_user, typed(4, n_other));
+    const double ms = decode.ms();
+    report.row("the other user's prompt, meanwhile",
+               {{}, ms, n_other, report.must(equal(heard, expected_of_other, 0))});
+    size_t bytes = 0;
+    check(kvs_job_wait(job.get(), &bytes));
+    const bool same = read_file(file) == read_file(directory.file("user.slot"));
+    report.row("slot file saved in the background, by then", {bytes, save.ms(), {}, report.must(same)});
+}
+
 void save_and_resume(Engine &engine, const Tokens &tokens, const char *program,
                      const TemporaryDirectory &directory, const Transcript &expected,
                      const Transcript &expected_of_other, Report &report) {
@@ -400,6 +432,7 @@ void save_and_resume(Engine &engine, const Tokens &tokens, const char *program,
         check(kvs_state_seq_save_file(engine.ctx(), slot_file.c_str(), user, tokens.data(), tokens.size()));
     report.row("slot file written, synced and renamed", {bytes, save.ms()});
 
+    save_in_background(engine, tokens, directory, expected_of_other, report);
     const Resumed resumed = run_resume(program, slot_file, directory.file("resumed"));
     report.title("A second process, busy with another user, takes the slot file over.");
     report.row("slot file loaded beside the other user's sequence", {bytes, resumed.load_ms});
@@ -523,6 +556,11 @@ int run(const Transformer &model, const char *program, const std::string &slot_f
 
     const TemporaryDirectory directory;
     Report report;
+    if (server_device() == KVS_DEVICE_HOST) {
+        report.title(std::string("The server's cache is in host memory: ") + kvs_last_error() + ".");
+    } else {
+        report.title("The server's cache is on CUDA device " + std::to_string(server_device()) + ".");
+    }
     report.head();
     report.title("A server, with a transformer of 2 full and 2 SWA layers and a window of 64.");
     Engine engine = server_engine(model);

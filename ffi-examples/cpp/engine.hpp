@@ -36,9 +36,13 @@ inline size_t check(size_t size) {
 struct Free {
     void operator()(kvs_context *ctx) const { kvs_context_free(ctx); }
     void operator()(kvs_slot *slot) const { kvs_slot_free(slot); }
+    void operator()(kvs_snapshot *snapshot) const { kvs_snapshot_free(snapshot); }
+    void operator()(kvs_job *job) const { kvs_job_free(job); }
 };
 using Context = std::unique_ptr<kvs_context, Free>;
 using Slot = std::unique_ptr<kvs_slot, Free>;
+using Snapshot = std::unique_ptr<kvs_snapshot, Free>;
+using Job = std::unique_ptr<kvs_job, Free>;
 
 using Tokens = std::vector<kvs_token>;
 using Bytes = std::vector<uint8_t>;
@@ -52,8 +56,10 @@ inline kvs_kv_params kv_params(uint32_t kv_size, const std::vector<kvs_kv_layer_
     return kv;
 }
 
-inline std::vector<kvs_kv_layer_params> layer_params(uint32_t n_layer, int32_t type, uint32_t n_embd) {
+inline std::vector<kvs_kv_layer_params> layer_params(uint32_t n_layer, int32_t type, uint32_t n_embd,
+                                                     int32_t device = KVS_DEVICE_HOST) {
     kvs_kv_layer_params layer = kvs_kv_layer_default_params();
+    layer.device = device;
     layer.type_k = layer.type_v = type;
     layer.n_embd_k_gqa = layer.n_embd_v_gqa = n_embd;
     return std::vector<kvs_kv_layer_params>(n_layer, layer);
@@ -74,6 +80,35 @@ inline Context new_context(const std::vector<kvs_kv_params> &kvs, uint32_t n_seq
     return Context(ctx);
 }
 
+// K and V of a layer on a device, as this engine, which has no kernels of its own, works on them: it gets the
+// rows, computes on the host, and sets what it has written.
+class RowsOnDevice {
+public:
+    RowsOnDevice(kvs_context *ctx, uint32_t section, uint32_t layer, uint32_t n_rows, size_t stride)
+        : ctx(ctx), section(section), layer(layer), stride(stride), k(n_rows * stride), v(n_rows * stride) {
+        check(kvs_kv_get(ctx, section, 0, layer, KVS_KV_K, 0, k.data(), k.size()));
+        check(kvs_kv_get(ctx, section, 0, layer, KVS_KV_V, 0, v.data(), v.size()));
+    }
+
+    LayerCache cache() { return {k.data(), v.data(), stride, stride, nullptr, nullptr}; }
+
+    void set(const std::vector<uint32_t> &cells) const {
+        for (const uint32_t cell : cells) {
+            const size_t offset = cell * stride;
+            check(kvs_kv_set(ctx, section, 0, layer, KVS_KV_K, offset, &k[offset], stride));
+            check(kvs_kv_set(ctx, section, 0, layer, KVS_KV_V, offset, &v[offset], stride));
+        }
+    }
+
+private:
+    kvs_context *ctx;
+    uint32_t section;
+    uint32_t layer;
+    size_t stride;
+    std::vector<std::byte> k;
+    std::vector<std::byte> v;
+};
+
 class Engine {
 public:
     static constexpr uint32_t n_ctx = 1024;
@@ -84,10 +119,11 @@ public:
     enum Section : uint32_t { full, swa, n_section };
 
     // swa_cells: n_ctx, or fewer: then cells that the window has left are used again.
-    Engine(const Transformer &model, uint32_t n_ubatch, uint32_t swa_cells)
-        : model(model), n_ubatch(n_ubatch) {
+    // device: of the cache; the transformer computes on the host whichever it is.
+    Engine(const Transformer &model, uint32_t n_ubatch, uint32_t swa_cells, int32_t device = KVS_DEVICE_HOST)
+        : model(model), n_ubatch(n_ubatch), device(device) {
         const auto layers =
-            layer_params(Transformer::n_layer / n_section, KVS_TYPE_F32, Transformer::n_embd_kv);
+            layer_params(Transformer::n_layer / n_section, KVS_TYPE_F32, Transformer::n_embd_kv, device);
         std::vector<kvs_kv_params> kvs = {kv_params(n_ctx, layers), kv_params(swa_cells, layers)};
         kvs[swa].swa_type = KVS_SWA_TYPE_STANDARD;
         kvs[swa].n_swa = n_swa;
@@ -121,6 +157,12 @@ public:
         check(kvs_state_seq_set_data_ext(ctx(), state.data(), state.size(), seq, flags));
     }
 
+    Snapshot snapshot(kvs_seq_id seq) {
+        kvs_snapshot *taken = nullptr;
+        check(kvs_snapshot_take(ctx(), seq, KVS_STATE_SEQ_FLAGS_NONE, &taken));
+        return Snapshot(taken);
+    }
+
     void remove_tail(kvs_seq_id seq, kvs_pos from) { check(kvs_memory_seq_rm(memory(), seq, from, -1)); }
 
 private:
@@ -149,21 +191,39 @@ private:
             seen[section] = seen_cells(section, ubatch);
         }
         std::vector<LayerCache> caches;
+        std::vector<RowsOnDevice> on_device;
+        on_device.reserve(Transformer::n_layer);
         for (uint32_t il = 0; il < Transformer::n_layer; ++il) {
-            // Layers alternate: window, full, window, full.
-            const Section section = il % 2 == 0 ? swa : full;
-            caches.push_back(layer_cache(section, il / 2));
+            const Section section = section_of(il);
+            if (device == KVS_DEVICE_HOST) {
+                caches.push_back(layer_cache(section, il / 2));
+            } else {
+                on_device.emplace_back(ctx(), section, il / 2, n_kv(section), row_size);
+                caches.push_back(on_device.back().cache());
+            }
             caches.back().cells = &cells[section];
             caches.back().seen = &seen[section];
         }
-        return model.forward(tokens, positions, caches);
+        const std::vector<Vector> logits = model.forward(tokens, positions, caches);
+        for (uint32_t il = 0; il < on_device.size(); ++il) {
+            on_device[il].set(cells[section_of(il)]);
+        }
+        return logits;
+    }
+
+    // Layers alternate: window, full, window, full.
+    static Section section_of(uint32_t il) { return il % 2 == 0 ? swa : full; }
+
+    uint32_t n_kv(uint32_t section) const {
+        uint32_t n_kv = 0;
+        check(kvs_n_kv(ctx(), section, 0, 256, &n_kv));
+        return n_kv;
     }
 
     // The cells that each token of a ubatch attends to, in the order of their positions: a restored sequence
     // lies in other cells than before, and floats must still be summed in the same order.
     std::vector<std::vector<uint32_t>> seen_cells(uint32_t section, const kvs_ubatch &ubatch) const {
-        uint32_t n_kv = 0;
-        check(kvs_n_kv(ctx(), section, 0, 256, &n_kv));
+        const uint32_t n_kv = this->n_kv(section);
         std::vector<kvs_pos> positions(n_kv);
         for (uint32_t cell = 0; cell < n_kv; ++cell) {
             kvs_cell known;
@@ -197,8 +257,11 @@ private:
                 nullptr};
     }
 
+    static constexpr size_t row_size = Transformer::n_embd_kv * sizeof(float);
+
     const Transformer &model;
     uint32_t n_ubatch;
+    int32_t device;
     Context context;
 };
 

@@ -19,7 +19,10 @@ except ImportError:
 TYPE_F32, TYPE_F16, TYPE_Q4_0, TYPE_Q8_0, TYPE_BF16 = 0, 1, 2, 8, 30
 SWA_TYPE_NONE, SWA_TYPE_STANDARD, SWA_TYPE_CHUNKED, SWA_TYPE_SYMMETRIC = range(4)
 FLAGS_NONE, FLAGS_PARTIAL_ONLY, FLAGS_ON_DEVICE = 0, 1, 2
-STATUS_BUFFER_TOO_SMALL = 4
+DEVICE_HOST = -1
+KV_K, KV_V = 0, 1
+STATUS_BUFFER_TOO_SMALL, STATUS_CANCELLED = 4, 19
+STATUS_NO_CUDA, STATUS_NO_DEVICE, STATUS_DRIVER_TOO_OLD, STATUS_DEVICE = range(20, 24)
 
 
 class KvsError(Exception):
@@ -147,6 +150,31 @@ class _Plane(C.Structure):
     ]
 
 
+_ProgressCallback = C.CFUNCTYPE(C.c_int32, C.c_void_p, C.c_uint64, C.c_uint64)
+
+
+class _TransferParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("n_threads", C.c_uint32),
+        ("reserved", C.c_uint32),
+        ("progress", _ProgressCallback),
+        ("progress_user_data", C.c_void_p),
+    ]
+
+
+class _MemoryUsage(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("kv_host", C.c_uint64),
+        ("kv_device", C.c_uint64),
+        ("on_device_states_host", C.c_uint64),
+        ("on_device_states_device", C.c_uint64),
+        ("staging_pinned", C.c_uint64),
+        ("staging_device", C.c_uint64),
+    ]
+
+
 # The library
 
 
@@ -162,6 +190,8 @@ def _load():
     lib = C.CDLL(os.fspath(path))
     ctx, seq, pos, size, u32, i32, path = C.c_void_p, C.c_int32, C.c_int32, C.c_size_t, C.c_uint32, C.c_int32, C.c_char_p
     i32s, u32s, sizes = C.POINTER(i32), C.POINTER(u32), C.POINTER(size)
+    u64, u64s, pointers = C.c_uint64, C.POINTER(C.c_uint64), C.POINTER(C.c_void_p)
+    snapshot = job = pointer = C.c_void_p
     for name, result, *arguments in [
         ("kvs_last_error", C.c_char_p),
         ("kvs_last_status", i32),
@@ -203,6 +233,30 @@ def _load():
         ("kvs_state_seq_set_data_ext", size, ctx, C.c_void_p, size, seq, u32),
         ("kvs_state_seq_save_file", size, ctx, path, seq, i32s, size),
         ("kvs_state_seq_load_file", size, ctx, path, seq, i32s, size, sizes),
+        ("kvs_transfer_params_init", i32, C.POINTER(_TransferParams), size),
+        ("kvs_memory_usage_init", i32, C.POINTER(_MemoryUsage), size),
+        ("kvs_memory_usage_get", i32, ctx, C.POINTER(_MemoryUsage)),
+        ("kvs_device_check", i32, i32),
+        ("kvs_stream_set", i32, ctx, i32, pointer),
+        ("kvs_stream_clear", i32, ctx, i32),
+        ("kvs_pinned_alloc", i32, i32, size, pointers),
+        ("kvs_pinned_free", i32, pointer),
+        ("kvs_kv_get", i32, ctx, u32, u32, u32, C.c_int, u64, pointer, size),
+        ("kvs_kv_set", i32, ctx, u32, u32, u32, C.c_int, u64, pointer, size),
+        ("kvs_snapshot_take", i32, ctx, seq, u32, pointers),
+        ("kvs_snapshot_free", None, snapshot),
+        ("kvs_snapshot_size", size, snapshot),
+        ("kvs_snapshot_device_size", size, snapshot),
+        ("kvs_snapshot_restore", i32, ctx, snapshot, seq),
+        ("kvs_snapshot_get_data", size, snapshot, pointer, size),
+        ("kvs_snapshot_save_file", size, snapshot, path, i32s, size),
+        ("kvs_snapshot_get_data_start", i32, snapshot, pointer, size, C.POINTER(_TransferParams), pointers),
+        ("kvs_snapshot_save_file_start", i32, snapshot, path, i32s, size, C.POINTER(_TransferParams), pointers),
+        ("kvs_job_poll", i32, job),
+        ("kvs_job_progress", i32, job, u64s, u64s),
+        ("kvs_job_cancel", i32, job),
+        ("kvs_job_wait", i32, job, sizes),
+        ("kvs_job_free", None, job),
     ]:
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
@@ -251,11 +305,17 @@ def row_size(ggml_type, n):
     return _lib.kvs_row_size(ggml_type, n)
 
 
-class Layer:
-    """K and V of a layer; n_embd_v 0: no V; rope: fields of kvs_rope_params as a dict, if kvstate rotates K."""
+def device_check(device):
+    """Raises if the CUDA device cannot be used, with the reason."""
+    _checked(_lib.kvs_device_check(device))
 
-    def __init__(self, n_embd_k, n_embd_v, type_k=TYPE_F16, type_v=TYPE_F16, rope=None):
-        self.fields = dict(n_embd_k_gqa=n_embd_k, n_embd_v_gqa=n_embd_v, type_k=type_k, type_v=type_v)
+
+class Layer:
+    """K and V of a layer; n_embd_v 0: no V; rope: fields of kvs_rope_params as a dict, if kvstate rotates K;
+    device: the number of a CUDA device, or DEVICE_HOST."""
+
+    def __init__(self, n_embd_k, n_embd_v, type_k=TYPE_F16, type_v=TYPE_F16, rope=None, device=DEVICE_HOST):
+        self.fields = dict(n_embd_k_gqa=n_embd_k, n_embd_v_gqa=n_embd_v, type_k=type_k, type_v=type_v, device=device)
         if rope is not None:
             rope = dict(rope)
             if "freq_factors" in rope:
@@ -337,12 +397,42 @@ class Context:
     def planes(self, section, layer, stream=0):
         """K and V of a layer as bytes: [cell][byte of the row], or [channel][cell][byte] for transposed V.
 
-        numpy views of uint8 if numpy can be imported, else arrays of ctypes. V is None if the layer has none.
+        numpy views of uint8 if numpy can be imported, else arrays of ctypes. V is None if the layer has none. Of a layer
+        on a device there are no views, only kv_get and kv_set.
         """
         k, v = _Plane(), _Plane()
         _checked(_lib.kvs_kv_plane(self._ctx, section, stream, layer, C.byref(k), C.byref(v)))
+        if k.device != DEVICE_HOST:
+            raise TypeError(f"layer {layer} is on device {k.device}, which the host cannot read: kv_get, kv_set")
         kv_size = self.sections[section].kv_size
         return _view(k, kv_size), _view(v, kv_size) if v.data else None
+
+    def kv_get(self, section, layer, which, offset, size, stream=0):
+        """size bytes of K or V (KV_K, KV_V) of a layer from offset on, wherever they are."""
+        data = bytearray(size)
+        pointer, size, _alive = _pointer(data)
+        _checked(_lib.kvs_kv_get(self._ctx, section, stream, layer, which, offset, pointer, size))
+        return bytes(data)
+
+    def kv_set(self, section, layer, which, offset, data, stream=0):
+        """Writes bytes into K or V of a layer from offset on."""
+        pointer, size, _alive = _pointer(data)
+        _checked(_lib.kvs_kv_set(self._ctx, section, stream, layer, which, offset, pointer, size))
+
+    # Devices
+
+    def set_stream(self, device, stream):
+        """Names the stream (its address, as torch.cuda.Stream.cuda_stream has it) of the work on a device; None: none."""
+        if stream is None:
+            _checked(_lib.kvs_stream_clear(self._ctx, device))
+        else:
+            _checked(_lib.kvs_stream_set(self._ctx, device, stream))
+
+    def memory_usage(self):
+        """Bytes of memory taken, by the names of kvs_memory_usage."""
+        usage = _init(_MemoryUsage, _lib.kvs_memory_usage_init)
+        _checked(_lib.kvs_memory_usage_get(self._ctx, C.byref(usage)))
+        return {name: getattr(usage, name) for name, _ in usage._fields_[1:]}
 
     # Memory
 
@@ -435,6 +525,180 @@ class Context:
         consumed = _lib.kvs_state_set_data(self._ctx, data, size)
         _check(consumed)
         return consumed
+
+
+    # Snapshots
+
+    def snapshot(self, seq_id=-1, flags=FLAGS_NONE):
+        """The state of a sequence, or by default of the whole context, copied where the cache is."""
+        snapshot = C.c_void_p()
+        _checked(_lib.kvs_snapshot_take(self._ctx, seq_id, flags, C.byref(snapshot)))
+        return Snapshot(snapshot)
+
+    def restore(self, snapshot, seq_id=-1):
+        """Replaces a sequence, or by default all of them, by what a snapshot holds."""
+        _checked(_lib.kvs_snapshot_restore(self._ctx, snapshot._snapshot, seq_id))
+
+
+class Snapshot:
+    """A state as it was when Context.snapshot took it; it outlives its context."""
+
+    def __init__(self, snapshot):
+        self._snapshot = snapshot
+
+    def close(self):
+        """Frees its memory; jobs go on."""
+        snapshot, self._snapshot = self._snapshot, None
+        _lib.kvs_snapshot_free(snapshot)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        if self._snapshot is not None:
+            self.close()
+
+    @property
+    def size(self):
+        """Bytes of the state."""
+        size = _lib.kvs_snapshot_size(self._snapshot)
+        _check(size)
+        return size
+
+    @property
+    def device_size(self):
+        """Bytes of it in the memory of devices."""
+        return _lib.kvs_snapshot_device_size(self._snapshot)
+
+    def get_data(self):
+        """The state, as bytes."""
+        data = bytearray(self.size)
+        pointer, size, _alive = _pointer(data)
+        _check(_lib.kvs_snapshot_get_data(self._snapshot, pointer, size))
+        return bytes(data)
+
+    def save_file(self, path, tokens=()):
+        """Writes the state and tokens to a file; returns the size of the file."""
+        tokens = _i32s(tokens)
+        size = _lib.kvs_snapshot_save_file(self._snapshot, os.fsencode(path), tokens, len(tokens))
+        _check(size)
+        return size
+
+    def get_data_start(self, buffer, progress=None):
+        """Begins to write the state into a writable buffer, which is the job's until it has ended; returns a Job.
+
+        progress(done, total) runs on the job's thread; what it returns cancels the job unless it is None or 0.
+        """
+        if memoryview(buffer).readonly:
+            raise TypeError("the buffer is read-only")
+        data, size, alive = _pointer(buffer)
+        return Job(alive, progress, _lib.kvs_snapshot_get_data_start, self._snapshot, data, size)
+
+    def save_file_start(self, path, tokens=(), progress=None):
+        """Begins to write the state and tokens to a file; returns a Job. progress: as for get_data_start."""
+        tokens = _i32s(tokens)
+        start = _lib.kvs_snapshot_save_file_start
+        return Job(None, progress, start, self._snapshot, os.fsencode(path), tokens, len(tokens))
+
+
+class Job:
+    """A save in the background. Closed, or gone, before it has ended, it is cancelled and waited for."""
+
+    def __init__(self, alive, progress, start, *arguments):
+        self._job = None
+        params = _init(_TransferParams, _lib.kvs_transfer_params_init)
+        if progress is not None:
+            params.progress = _ProgressCallback(_progress_callback(progress))
+        self._alive = alive, params
+        job = C.c_void_p()
+        _checked(start(*arguments, C.byref(params), C.byref(job)))
+        self._job = job
+
+    def close(self):
+        job, self._job = self._job, None
+        _lib.kvs_job_free(job)
+        self._alive = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        if self._job is not None:
+            self.close()
+
+    def poll(self):
+        """Whether it has ended, well or not."""
+        ended = _lib.kvs_job_poll(self._job)
+        _check(ended >= 0)
+        return ended == 1
+
+    def wait(self):
+        """Waits for its end, once; returns the bytes written, or raises what the save failed with."""
+        size = C.c_size_t()
+        _checked(_lib.kvs_job_wait(self._job, C.byref(size)))
+        return size.value
+
+    def cancel(self):
+        _checked(_lib.kvs_job_cancel(self._job))
+
+    def progress(self):
+        """Bytes done, and bytes in all."""
+        done, total = C.c_uint64(), C.c_uint64()
+        _checked(_lib.kvs_job_progress(self._job, C.byref(done), C.byref(total)))
+        return done.value, total.value
+
+
+_WRITABLE = 0x200
+_memory_view = C.pythonapi.PyMemoryView_FromMemory
+_memory_view.restype, _memory_view.argtypes = C.py_object, (C.c_void_p, C.c_ssize_t, C.c_int)
+
+
+class PinnedBuffer:
+    """Pinned host memory, zeroed: states of devices go there, and come from there, without another copy.
+
+    buffer is a writable memoryview, not to be used after close, or when this object has gone.
+    """
+
+    def __init__(self, size, device=0):
+        self._ptr = None
+        ptr = C.c_void_p()
+        _checked(_lib.kvs_pinned_alloc(device, size, C.byref(ptr)))
+        self._ptr = ptr
+        self.buffer = _memory_view(ptr, size, _WRITABLE)
+
+    def close(self):
+        """Frees the memory; views of it must not be used afterwards."""
+        ptr, self._ptr, self.buffer = self._ptr, None, None
+        _checked(_lib.kvs_pinned_free(ptr))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __del__(self):
+        if self._ptr is not None:
+            self.close()
+
+
+def _progress_callback(progress):
+    """What ctypes calls, on the job's thread. An exception is printed, and cancels the job."""
+
+    def call(_, done, total):
+        try:
+            return progress(done, total) or 0
+        except Exception:
+            traceback.print_exc()
+            return -1
+
+    return call
 
 
 def _shift_callback(shift):

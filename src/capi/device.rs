@@ -3,9 +3,9 @@
 use std::ffi::{c_int, c_void};
 
 use super::handle::{array, array_mut, kvs_context, out, with_context, with_context_mut};
-use super::kvs_status;
 use super::params::{self, Params};
-use super::status::status_of;
+use super::status::{status_of, value_or};
+use super::{KVS_DEVICE_HOST, kvs_status};
 use crate::error::{Error, Result};
 use crate::storage::{CallerStream, Device, alloc_pinned, free_pinned, register_host, unregister_host};
 
@@ -87,6 +87,13 @@ pub extern "C" fn kvs_device_check(device: i32) -> kvs_status {
     status_of(|| Device::open(device).map(drop))
 }
 
+/// The CUDA device whose memory ptr is in, as its driver says; KVS_DEVICE_HOST: no device's, or there is no driver. Pinned
+/// memory is the host's.
+#[unsafe(no_mangle)]
+pub extern "C" fn kvs_device_of(ptr: *const c_void) -> i32 {
+    value_or(KVS_DEVICE_HOST, || Ok(Device::ordinal_of(ptr.addr() as u64).unwrap_or(KVS_DEVICE_HOST)))
+}
+
 /// Names the stream (a CUstream or cudaStream_t of the device's primary context; NULL is the default stream) on which the
 /// caller's work on a device runs. From now on calls that read or write K or V there run behind what is queued on
 /// it, and what is queued on it later runs behind them; calls that give bytes to the host, or take them from there, wait for
@@ -122,8 +129,8 @@ pub unsafe extern "C" fn kvs_stream_clear(ctx: *mut kvs_context, device: i32) ->
     })
 }
 
-/// Allocates size bytes of pinned host memory, zeroed, with the driver of a device. States of devices go into it, and come
-/// from it, without a copy on the host, several times as fast. Free it with kvs_pinned_free.
+/// Allocates size bytes of pinned host memory, zeroed. States of devices, whichever, go into it and come from it without
+/// another copy on the host, several times as fast. device: any that is in use. Free it with kvs_pinned_free.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_pinned_alloc(device: i32, size: usize, ptr_out: *mut *mut c_void) -> kvs_status {
     // SAFETY: the contract of all calls.
@@ -137,7 +144,7 @@ pub unsafe extern "C" fn kvs_pinned_alloc(device: i32, size: usize, ptr_out: *mu
     })
 }
 
-/// Frees what kvs_pinned_alloc gave; NULL is fine.
+/// Frees what kvs_pinned_alloc gave, which no job may still write to; NULL is fine.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvs_pinned_free(ptr: *mut c_void) -> kvs_status {
     status_of(|| if ptr.is_null() { Ok(()) } else { free_pinned(ptr.addr()) })
@@ -161,8 +168,8 @@ pub const KVS_KV_K: c_int = 0;
 /// V of a layer.
 pub const KVS_KV_V: c_int = 1;
 
-/// Copies size bytes of K or V (KVS_KV_*) of a layer in a stream of a section, from offset (bytes from cell 0) on, to dst:
-/// wherever they are, which an engine that computes on a device does by itself and faster. Const.
+/// Copies size bytes of K or V (KVS_KV_*) of a layer in a stream of a section to dst, from offset on: bytes from cell 0, laid
+/// out as kvs_kv_plane tells. For programs without CUDA code, and for looking: it waits for each copy. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_kv_get(
     ctx: *const kvs_context,

@@ -59,8 +59,9 @@ impl AsMut<[u8]> for CallerBuffer {
 }
 
 /// Takes a snapshot of a sequence, with flags KVS_STATE_SEQ_FLAGS_NONE or _PARTIAL_ONLY, or with seq_id -1 and
-/// KVS_STATE_SEQ_FLAGS_NONE of the whole context. Nothing leaves a device, and with a stream named by kvs_stream_set nothing is
-/// waited for: what is queued on it afterwards runs behind the copy. Free it with kvs_snapshot_free.
+/// KVS_STATE_SEQ_FLAGS_NONE of the whole context (KVS_STATE_SEQ_FLAGS_ON_DEVICE makes no difference for a sequence). Pending
+/// shifts are applied first. Nothing leaves a device, and with a stream named by kvs_stream_set nothing is waited for: what is
+/// queued on it afterwards runs behind the copy. Free it with kvs_snapshot_free.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_snapshot_take(
     ctx: *mut kvs_context,
@@ -111,9 +112,9 @@ pub unsafe extern "C" fn kvs_snapshot_device_size(snapshot: *const kvs_snapshot)
     value_or(0, || unsafe { size_of_state(live(snapshot)?.snapshot.device_bytes()) })
 }
 
-/// Replaces sequence dest_seq_id by the state in a snapshot, of this context or of another one of the same model; or with -1 all
-/// sequences by those of a whole context. If it fails nothing has changed, unless a device fails in the middle: the destination
-/// is empty then.
+/// Replaces sequence dest_seq_id by the state in a snapshot of a sequence, of this context or of another one of the same model;
+/// or, with -1, all sequences by those in a snapshot of a whole context. A state like any other: it takes cells that are free or
+/// the destination's. If it fails nothing has changed, unless a device fails in the middle: the destination is empty then.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_snapshot_restore(
     ctx: *mut kvs_context,
@@ -159,8 +160,9 @@ pub unsafe extern "C" fn kvs_snapshot_save_file(
     })
 }
 
-/// Begins kvs_snapshot_get_data on a thread of its own. dst is the job's until it has ended. params: NULL, or progress, which
-/// is called on that thread and may cancel. Free the job with kvs_job_free.
+/// Begins kvs_snapshot_get_data on a thread of its own. dst is the job's until it has ended: kvs_job_poll says 1, or
+/// kvs_job_wait or kvs_job_free has returned. params: NULL, or threads and a progress callback, which is called on the job's
+/// thread. Free the job with kvs_job_free.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_snapshot_get_data_start(
     snapshot: *const kvs_snapshot,
@@ -245,7 +247,8 @@ pub unsafe extern "C" fn kvs_job_progress(
             AnyJob::Data(job, _) => job.progress(),
             AnyJob::File(job) => job.progress(),
         };
-        (*out("done_out", done_out)?, *out("total_out", total_out)?) = (progress.done, progress.total);
+        let (done_out, total_out) = (out("done_out", done_out)?, out("total_out", total_out)?);
+        (*done_out, *total_out) = (progress.done, progress.total);
         Ok(())
     })
 }
@@ -265,7 +268,7 @@ pub unsafe extern "C" fn kvs_job_cancel(job: *const kvs_job) -> kvs_status {
 }
 
 /// Waits for the job's end; *size_out is then what the blocking call would have returned. Fails with the reason of the save.
-/// A job is waited for once. Const.
+/// A job is waited for once, by one thread; others may poll and cancel it meanwhile. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_job_wait(job: *const kvs_job, size_out: *mut usize) -> kvs_status {
     // SAFETY: the contract of all calls.

@@ -476,8 +476,8 @@ pub unsafe extern "C" fn kvs_state_reader_set_stream(
     })
 }
 
-/// Frees the staging buffers that writers and readers share and that are not in use. They are allocated when one of them first
-/// moves bytes of a device, and stay for the next.
+/// Frees the staging buffers on devices and of pinned memory that writers and readers share and that are not in use. They are
+/// allocated when one of those first moves bytes of a device, and stay for the next. What contexts have is not touched.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvs_shared_staging_free() {
     value_or((), || {

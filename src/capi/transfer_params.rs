@@ -10,8 +10,9 @@ use super::status::{kvs_status, status_of};
 use crate::error::{Error, Result};
 use crate::storage::{Progress, ProgressCallback, Threads};
 
-/// Told how far the saving or loading of a file is, on the thread of the call: done of total bytes, the file's in a
-/// save, the state's or its tensors' in a load, never 0. done never decreases, and is total once, at the end; how often
+/// Told how far the saving or loading of a file is, or a job, on the thread of the call (a job's: its own): done of total
+/// bytes, the file's in a save to one, the state's in a save to memory, the state's or its tensors' in a load; total is never
+/// 0. done never decreases, and is total once, at the end; how often
 /// it is told differs. Returns 0 to go on; anything else cancels, at the end too, and the call fails with
 /// KVS_STATUS_CANCELLED. It must not call the library with the same handle, and must not throw or unwind.
 pub type kvs_progress_callback =
@@ -28,7 +29,7 @@ pub struct kvs_transfer_params {
     pub n_threads: u32,
     /// 0.
     pub reserved: u32,
-    /// Called while a file is saved or loaded; NULL: nobody is.
+    /// Called while a file is saved or loaded, or a job runs; NULL: nobody is.
     pub progress: kvs_progress_callback,
     /// For progress.
     pub progress_user_data: *mut c_void,

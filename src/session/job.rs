@@ -16,8 +16,19 @@ use crate::types::Token;
 #[derive(Debug, Default)]
 struct Shared {
     is_cancelled: AtomicBool,
+    /// Set when the work has ended and nothing of the caller's is used any more.
+    is_finished: AtomicBool,
     done: AtomicU64,
     total: AtomicU64,
+}
+
+/// Says that the work has ended, by a panic too.
+struct SetOnDrop(Arc<Shared>);
+
+impl Drop for SetOnDrop {
+    fn drop(&mut self) {
+        self.0.is_finished.store(true, Ordering::Release);
+    }
 }
 
 /// A save that runs on a thread of its own. Dropped, it is cancelled and waited for.
@@ -29,7 +40,9 @@ pub struct Job<T> {
 }
 
 impl<T: Send + 'static> Job<T> {
+    /// `before`: bytes of `total` that are there before `work` reports its first; `work` counts from 0.
     fn spawn(
+        before: u64,
         total: u64,
         progress: Option<ProgressCallback>,
         work: impl FnOnce(ProgressCallback) -> Result<T> + Send + 'static,
@@ -37,6 +50,7 @@ impl<T: Send + 'static> Job<T> {
         let shared = Arc::new(Shared { total: AtomicU64::new(total), ..Shared::default() });
         let (mut theirs, ours) = (progress, Arc::clone(&shared));
         let report = ProgressCallback::new(move |Progress { done, total }| {
+            let (done, total) = (before + done, before + total);
             ours.done.store(done, Ordering::Relaxed);
             ours.total.store(total, Ordering::Relaxed);
             if ours.is_cancelled.load(Ordering::Relaxed) {
@@ -47,7 +61,16 @@ impl<T: Send + 'static> Job<T> {
                 Some(Ok(())) | None => ControlFlow::Continue(()),
             }
         });
-        let spawned = thread::Builder::new().name("kvstate save".to_owned()).spawn(move || work(report));
+        let ended = SetOnDrop(Arc::clone(&shared));
+        let spawned = thread::Builder::new().name("kvstate save".to_owned()).spawn(move || {
+            let result = work(report);
+            if result.is_ok() {
+                // What is small is never reported.
+                ended.0.done.store(ended.0.total.load(Ordering::Relaxed), Ordering::Relaxed);
+            }
+            drop(ended);
+            result
+        });
         let thread = spawned.map_err(|source| Error::Io {
             op: "start a thread for",
             path: "a save".to_owned(),
@@ -58,10 +81,10 @@ impl<T: Send + 'static> Job<T> {
 }
 
 impl<T> Job<T> {
-    /// Whether it has ended, well or not: [`Job::wait`] will not wait.
+    /// Whether it has ended, well or not, whoever waits for it.
     #[must_use]
     pub fn is_finished(&self) -> bool {
-        self.lock().as_ref().is_none_or(JoinHandle::is_finished)
+        self.shared.is_finished.load(Ordering::Acquire)
     }
 
     /// How far it is.
@@ -114,7 +137,8 @@ impl Snapshot {
             return Err(Error::BufferTooSmall { need, size });
         }
         let snapshot = self.clone();
-        Job::spawn(need, progress, move |mut progress| {
+        let metadata = need - snapshot.state.tensors().bytes();
+        Job::spawn(metadata, need, progress, move |mut progress| {
             snapshot.get_data(dst.as_mut(), Some(&mut progress))?;
             Ok(dst)
         })
@@ -149,7 +173,7 @@ impl Snapshot {
     ) -> Result<Job<u64>> {
         super::check_whole(self)?;
         let (snapshot, path, tokens) = (self.clone(), path.into(), tokens.to_vec());
-        Job::spawn(self.size(), progress, move |mut progress| {
+        Job::spawn(0, self.size(), progress, move |mut progress| {
             snapshot_file(&snapshot, &path, &tokens, sync, Some(&mut progress))
         })
     }

@@ -70,6 +70,12 @@ static inline int run_case(int argc, char **argv, const test_case *cases, size_t
         return run_case(argc, argv, cases, sizeof cases / sizeof cases[0]);  \
     }
 
+// Where the caches of a test are: the CUDA device of TEST_DEVICE, or host memory without it.
+static inline int32_t test_device(void) {
+    const char *device = getenv("TEST_DEVICE");
+    return device == NULL ? KVS_DEVICE_HOST : atoi(device);
+}
+
 // A cache of one f16 layer, 4 elements of K and of V; change what the test is about, then call new_context.
 typedef struct {
     kvs_kv_layer_params layer;

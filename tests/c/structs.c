@@ -92,6 +92,29 @@ static void the_inline_defaults_are_those_of_the_init_calls(void) {
     kvs_transfer_params transfer = kvs_transfer_default_params();
     CHECK(transfer.struct_size == sizeof transfer);
     CHECK(transfer.n_threads == 0 && transfer.progress == NULL);
+    CHECK(layer.device == KVS_DEVICE_HOST && layer.reserved == 0 && params.n_staging == 0 && params.staging_size == 0);
+    kvs_memory_usage usage = kvs_memory_usage_default();
+    CHECK(usage.struct_size == sizeof usage);
+    CHECK(usage.kv_host == 0 && usage.kv_device == 0 && usage.staging_pinned == 0 && usage.staging_device == 0);
+}
+
+static void memory_usage_is_filled_as_far_as_it_is_known(void) {
+    struct {
+        kvs_memory_usage known;
+        uint64_t later[2];
+    } usage;
+    memset(&usage, 0xa5, sizeof usage);
+    BAD_STATUS(kvs_memory_usage_init(NULL, sizeof usage), "kvs_memory_usage: NULL");
+    BAD_STATUS(kvs_memory_usage_init(&usage.known, sizeof usage.known - 1), "kvs_memory_usage.struct_size");
+    CHECK(kvs_memory_usage_init(&usage.known, sizeof usage) == KVS_STATUS_OK);
+    CHECK(usage.later[0] == 0 && usage.later[1] == 0 && usage.known.struct_size == sizeof usage);
+    kvs_context *ctx = new_context(default_setup(8, 1));
+    CHECK(kvs_memory_usage_get(ctx, &usage.known) == KVS_STATUS_OK);
+    CHECK(usage.known.struct_size == sizeof usage && usage.known.kv_host == 2 * 8 * 8);
+    CHECK(usage.later[0] == 0 && usage.later[1] == 0);
+    usage.later[1] = 1;
+    BAD_STATUS(kvs_memory_usage_get(ctx, &usage.known), "kvs_memory_usage.struct_size");
+    kvs_context_free(ctx);
 }
 
 static void the_elements_of_an_array_have_one_size(void) {
@@ -113,6 +136,16 @@ static void reserved_fields_are_zero(void) {
     kvs_context *ctx = NULL;
     CHECK(try_new_context(&s, &ctx) == KVS_STATUS_INVALID_ARGUMENT);
     CHECK_REASON(KVS_STATUS_INVALID_ARGUMENT, "sections[0].reserved");
+    s.section.reserved = 0;
+    s.layer.reserved = 1;
+    BAD_STATUS(try_new_context(&s, &ctx), "layers[0].reserved");
+    s.layer.reserved = 0;
+    s.layer.device = -2;
+    BAD_STATUS(try_new_context(&s, &ctx), "layers[0].device: -2");
+    s.layer.device = KVS_DEVICE_HOST;
+    s.context.n_staging = 1;
+    BAD_STATUS(try_new_context(&s, &ctx), "n_staging: 1");
+    CHECK(ctx == NULL);
 
     ctx = new_context(default_setup(8, 1));
     kvs_pos pos = 0;
@@ -179,5 +212,5 @@ static void structs_may_go_once_the_context_is_there(void) {
 MAIN(CASE(a_size_below_the_first_version_is_refused), CASE(a_struct_that_was_not_filled_is_refused),
      CASE(a_larger_struct_is_accepted_if_what_is_unknown_is_zero),
      CASE(a_larger_struct_is_refused_if_something_unknown_is_set), CASE(init_writes_as_many_bytes_as_it_is_told),
-     CASE(the_inline_defaults_are_those_of_the_init_calls), CASE(the_elements_of_an_array_have_one_size),
+     CASE(the_inline_defaults_are_those_of_the_init_calls), CASE(memory_usage_is_filled_as_far_as_it_is_known), CASE(the_elements_of_an_array_have_one_size),
      CASE(reserved_fields_are_zero), CASE(layouts_without_effect_are_refused), CASE(structs_may_go_once_the_context_is_there))

@@ -31,6 +31,12 @@ pub fn no_limit(cuda: &Alone) {
     cuda.set_memory_limit(0, 1 << 30);
 }
 
+/// The calling thread has no current context, as at its start.
+pub fn no_context() {
+    // SAFETY: NULL is none.
+    ok(unsafe { sys::cuCtxSetCurrent(null_mut()) });
+}
+
 /// Sections whose layers are all on `device`.
 pub fn on_device(n_seq_max: u32, sections: &[KvParams], device: i32) -> ContextParams {
     let section = |kv: &KvParams| SectionParams::Kv {
@@ -82,6 +88,7 @@ impl Engine {
         let span = plane.shape().span(plane.kv_size()).expect("a span");
         // SAFETY: they are the plane's bytes.
         unsafe {
+            ok(sys::cuCtxSetCurrent(self.context));
             ok(sys::cuMemsetD8Async(
                 address(plane),
                 value,
@@ -95,7 +102,10 @@ impl Engine {
     pub fn fetch(&self, plane: &Plane, len: usize) {
         assert!(len <= Self::PINNED);
         // SAFETY: both sides have the bytes.
-        unsafe { ok(sys::cuMemcpyDtoHAsync_v2(self.pinned, address(plane), len, self.stream)) };
+        unsafe {
+            ok(sys::cuCtxSetCurrent(self.context));
+            ok(sys::cuMemcpyDtoHAsync_v2(self.pinned, address(plane), len, self.stream));
+        }
     }
 
     /// What [`Engine::fetch`] has brought, once the stream has been waited for, and nothing else.
@@ -107,7 +117,10 @@ impl Engine {
 
     pub fn synchronize(&self) {
         // SAFETY: a live stream.
-        unsafe { ok(sys::cuStreamSynchronize(self.stream)) };
+        unsafe {
+            ok(sys::cuCtxSetCurrent(self.context));
+            ok(sys::cuStreamSynchronize(self.stream));
+        }
     }
 }
 

@@ -242,7 +242,7 @@ pub fn all(plane: &Plane) -> Vec<u8> {
 pub struct Pinned {
     start: *mut u8,
     len: usize,
-    is_pinned: bool,
+    of_device: bool,
 }
 
 impl Pinned {
@@ -252,12 +252,12 @@ impl Pinned {
         let mut held = match place() {
             Place::Host => {
                 let start = Box::into_raw(vec![0_u8; len].into_boxed_slice()).cast();
-                Self { start, len, is_pinned: false }
+                Self { start, len, of_device: false }
             }
             _ => Self {
                 start: alloc_pinned(0, len.max(1) as u64).expect("pinned memory"),
                 len,
-                is_pinned: true,
+                of_device: true,
             },
         };
         held.copy_from_slice(bytes);
@@ -283,7 +283,7 @@ impl DerefMut for Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if self.is_pinned {
+        if self.of_device {
             free_pinned(self.start.addr()).expect("it was allocated");
         } else {
             // SAFETY: it was a box of so many bytes.

@@ -1,8 +1,14 @@
-"""ffi-examples/python/kvstate.py: buffers, errors, shifts. Run by tests/abi.rs, which sets PYTHONPATH."""
+"""ffi-examples/python/kvstate.py: buffers, errors, shifts; then snapshots, jobs and bytes of K and V where TEST_DEVICE says.
+
+Run by tests/abi.rs, which sets PYTHONPATH.
+"""
 
 import array
 import math
+import os
 import struct
+import tempfile
+import threading
 
 import kvstate
 
@@ -85,3 +91,102 @@ with kvstate.Context([kvstate.Kv(8, [layer])]) as ctx:
     ctx.shift_apply()
     assert struct.unpack("<2e", bytes(k[4])) == (-1, -2)
     assert bytes(k[3]) == bytes(4)
+device = int(os.environ.get("TEST_DEVICE", kvstate.DEVICE_HOST))
+layer = kvstate.Layer(1024, 1024, kvstate.TYPE_F32, kvstate.TYPE_F32, device=device)
+ROW = kvstate.row_size(kvstate.TYPE_F32, 1024)
+
+
+def new_large():
+    return kvstate.Context([kvstate.Kv(256, [layer])], n_seq_max=2, staging_size=64 << 10)
+
+
+with tempfile.TemporaryDirectory() as folder:
+    blocking, background = os.path.join(folder, "blocking"), os.path.join(folder, "background")
+    with new_large() as ctx:
+        ctx.decode(range(192))
+        ctx.kv_set(0, 0, kvstate.KV_K, 0, bytes(range(256)) * (192 * ROW // 256))
+        ctx.kv_set(0, 0, kvstate.KV_V, 5 * ROW, b"five")
+        assert ctx.kv_get(0, 0, kvstate.KV_V, 5 * ROW - 1, 6) == b"\0five\0"
+        assert ctx.kv_get(0, 0, kvstate.KV_K, ROW + 254, 4) == bytes([254, 255, 0, 1])
+        fails(1, "3 bytes at", ctx.kv_get, 0, 0, kvstate.KV_K, 256 * ROW - 2, 3)
+
+        state, usage = ctx.state_seq_get_data(0), ctx.memory_usage()
+        ctx.state_seq_save_file(blocking, 0, [1, 2])
+        n_tensor = 2 * 192 * ROW
+        assert usage["kv_device" if device >= 0 else "kv_host"] == 2 * 256 * ROW
+        assert (usage["staging_pinned"] > 0) == (device >= 0)
+
+        snapshot = ctx.snapshot(0)
+        assert snapshot.size == len(state) and snapshot.device_size == (n_tensor if device >= 0 else 0)
+        reports, buffer = [], bytearray(len(state))
+        jobs = [snapshot.get_data_start(buffer, lambda done, total: reports.append((done, total)))]
+        jobs.append(snapshot.save_file_start(background, [1, 2]))
+        # The server goes on meanwhile.
+        ctx.seq_rm(0, 100)
+        ctx.decode(range(100, 120))
+        ctx.kv_set(0, 0, kvstate.KV_K, 0, bytes(200 * ROW))
+        assert [job.wait() for job in jobs] == [len(state), os.path.getsize(blocking)]
+        assert bytes(buffer) == state == snapshot.get_data() and reports[-1] == (len(state), len(state))
+        assert open(background, "rb").read() == open(blocking, "rb").read()
+        for job in jobs:
+            assert job.poll() and job.progress()[0] == job.progress()[1]
+            fails(1, "has been waited for", job.wait)
+            job.close()
+        assert snapshot.save_file(background, [1, 2]) == os.path.getsize(blocking)
+
+        # Cancelled by its progress, by an exception there, and while it is at work.
+        before = open(background, "rb").read()
+        for progress in (lambda done, total: True, lambda done, total: 1 / 0):
+            fails(kvstate.STATUS_CANCELLED, "cancelled after", snapshot.save_file_start(background, (), progress).wait)
+        reached, go_on = threading.Event(), threading.Event()
+
+        def hold(done, total):
+            reached.set()
+            go_on.wait()
+
+        with snapshot.save_file_start(background, (), hold) as job:
+            reached.wait()
+            assert not job.poll() and 0 < job.progress()[0] < job.progress()[1]
+            job.cancel()
+            go_on.set()
+            fails(kvstate.STATUS_CANCELLED, "cancelled after", job.wait)
+            assert job.poll()
+        assert open(background, "rb").read() == before
+        fails(15, "none", snapshot.save_file_start(os.path.join(folder, "none", "x")).wait)
+
+        whole = ctx.snapshot()
+        fails(1, "snapshot: is of a whole context", ctx.restore, whole, 0)
+        fails(1, "unknown state flags", ctx.snapshot, 0, 8)
+
+    # Both outlive the context.
+    with new_large() as other:
+        other.restore(snapshot, 0)
+        assert other.state_seq_get_data(0) == state
+        other.restore(whole)
+        assert other.seq_pos_max(0) == 119
+    snapshot.close()
+    whole.close()
+
+if device >= 0:
+    kvstate.device_check(device)
+    with kvstate.PinnedBuffer(len(state), device) as pinned, new_large() as ctx:
+        assert bytes(pinned.buffer) == bytes(len(state))
+        ctx.set_stream(device, 0)
+        assert ctx.state_seq_set_data(state, 1) == len(state)
+        assert ctx.state_seq_get_data_into(pinned.buffer, 1) == len(state)
+        ctx.set_stream(device, None)
+        # A state names its sequence: as sequence 0 again it has the same bytes.
+        ctx.clear()
+        assert ctx.state_seq_set_data(pinned.buffer, 0) == len(state)
+        assert ctx.state_seq_get_data(0) == state
+        try:
+            ctx.planes(0, 0)
+        except TypeError as error:
+            assert f"on device {device}" in str(error)
+        else:
+            raise AssertionError("the host has addresses of a device")
+    fails(kvstate.STATUS_NO_DEVICE, "no CUDA device 99", kvstate.device_check, 99)
+    fails(kvstate.STATUS_NO_DEVICE, "no CUDA device 99", kvstate.PinnedBuffer, 8, 99)
+    far = kvstate.Layer(4, 4, device=99)
+    fails(kvstate.STATUS_NO_DEVICE, "no CUDA device 99", kvstate.Context, [kvstate.Kv(8, [far])])
+fails(1, "devices are counted from 0", kvstate.PinnedBuffer, 8, -1)

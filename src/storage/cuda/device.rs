@@ -83,7 +83,11 @@ impl Device {
 
     fn retain(ordinal: i32) -> Result<Self> {
         const MEMORY_POOLS_SUPPORTED: c_int = 115;
-        let driver = Driver::get()?;
+        let driver = Driver::get().map_err(|error| match error {
+            // A driver without devices does not know which one was asked for.
+            Error::NoDevice { n_device, .. } => Error::NoDevice { device: ordinal, n_device },
+            error => error,
+        })?;
         let mut n_device = 0;
         // SAFETY: `n_device` can be written.
         unsafe { driver.device_get_count(ordinal, &raw mut n_device)? };
@@ -166,6 +170,16 @@ impl Device {
         Ok(Bound { device: self, previous, not_send: PhantomData })
     }
 
+    /// As [`Device::bind`], for giving things back: if it fails, the calls that do so are tried all the same.
+    pub(super) fn bind_to_free(&self) -> Bound<'_> {
+        self.bind().unwrap_or_else(|error| {
+            log::debug!("{error}");
+            // SAFETY: the context is retained.
+            told(unsafe { self.driver.ctx_set_current(self.ordinal, self.context.0) });
+            Bound { device: self, previous: ptr::null_mut(), not_send: PhantomData }
+        })
+    }
+
     /// Zeroes `size` bytes at `ptr`, and waits for it.
     pub(super) fn zero(&self, ptr: DevicePtr, size: u64) -> Result<()> {
         let bound = self.bind()?;
@@ -181,13 +195,13 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        if let Ok(bound) = self.bind() {
-            bound.destroy_stream(self.stream);
-            for module in self.modules.into_iter().filter(|&module| module != Handle::NULL) {
-                // SAFETY: the module is this device's, and nothing of it runs any more: what ran kept the device.
-                told(unsafe { self.driver.module_unload(self.ordinal, module.0) });
-            }
+        let bound = self.bind_to_free();
+        bound.destroy_stream(self.stream);
+        for module in self.modules.into_iter().filter(|&module| module != Handle::NULL) {
+            // SAFETY: the module is this device's, and nothing of it runs any more: what ran kept the device.
+            told(unsafe { self.driver.module_unload(self.ordinal, module.0) });
         }
+        drop(bound);
         // SAFETY: it was retained once.
         told(unsafe { self.driver.primary_ctx_release(self.ordinal, self.handle) });
     }

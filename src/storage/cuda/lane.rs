@@ -327,7 +327,7 @@ impl Lane {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        let Ok(bound) = self.device.bind() else { return };
+        let bound = self.device.bind_to_free();
         // What is queued uses the buffers.
         told(bound.synchronize(self.copy));
         told(bound.synchronize(self.compute));

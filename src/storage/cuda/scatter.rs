@@ -35,7 +35,9 @@ pub(in crate::storage) fn prepare(
     }
     // As large as that of a scatter from the device: a move for each plane, and the same cells.
     let (mut zeroes, mut group) = (Table::default(), Group::default());
-    parts.iter().for_each(|part| zeroes.zero(&mut group, &part.plane.grid, part.map));
+    for part in parts {
+        zeroes.zero(&mut group, &part.plane.grid, part.map);
+    }
     zeroes.add(group);
     lane.reserve_table(&bound, table.size().max(zeroes.size()))?;
     transfer.stream_of(device).map_or(Ok(()), |stream| stream.check(&bound))
