@@ -44,14 +44,16 @@ std::vector<Range> pointers(const Launch &launch) {
     return found;
 }
 
-// A device reaches its own memory and what is pinned; nothing else.
-bool find_for_device(const void *device, uintptr_t address, uintptr_t *start, size_t *bytes) {
+// A device reaches its own memory and what is pinned; nothing else. Its own becomes readable as far as it is needed.
+bool find_for_device(void *device, uintptr_t address, uintptr_t *start, size_t *bytes) {
     Driver &driver = ::driver();
     const std::lock_guard<std::mutex> guard(driver.lock);
-    const auto *context = static_cast<const Context *>(device);
-    const Range first{address, 1};
-    const auto range = context->memory.covers(address) ? context->memory.usable(first) : driver.pinned.find(first);
+    auto *context = static_cast<Context *>(device);
+    const Range access{address, *bytes};
+    const bool own = context->memory.covers(address);
+    auto range = own ? context->memory.usable(access) : driver.pinned.find(access);
     if (!range) return false;
+    if (own) range = context->memory.open(access).within(*range);
     *start = range->start;
     *bytes = range->bytes;
     return true;
@@ -83,7 +85,6 @@ CUresult run_launch(Lock &lock, Launch &launch) {
     fake.find = find_for_device;
     fake.device = &context;
     FakeFault fault{};
-    context.memory.open();
     lock.unlock();
     const bool good = kernel.run(&kernel, &fake, &fault);
     lock.lock();

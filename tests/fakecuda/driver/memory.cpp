@@ -11,6 +11,7 @@
 namespace {
 
 constexpr size_t PAGE = 4096;
+constexpr size_t WINDOW = 64 << 10;
 // All that a process may ever allocate on a device; sanitizers leave no room for much more.
 constexpr size_t ARENA_BYTES = size_t(256) << 30;
 constexpr size_t DEFAULT_LIMIT = size_t(8) << 30;
@@ -37,7 +38,8 @@ Arena::Arena() : limit(DEFAULT_LIMIT), file_(memfd_create("fakecuda", MFD_CLOEXE
     if (file_ < 0 || ftruncate(file_, off_t(ARENA_BYTES)) != 0) die("fakecuda: no memory for a device");
     device_ = {map_file(file_, PROT_NONE), ARENA_BYTES};
     view_ = reinterpret_cast<char *>(map_file(file_, PROT_READ | PROT_WRITE));
-    next_ = device_.start + PAGE;
+    // Windows lie inside.
+    next_ = (device_.start / WINDOW + 1) * WINDOW + PAGE;
 }
 
 CUresult Arena::allocate(size_t bytes, bool ready, CUdeviceptr *ptr) {
@@ -97,32 +99,18 @@ std::optional<Range> Arena::usable(Range range) const {
     return Range{found->first, found->second.bytes};
 }
 
-// Allocations with what lies between neighbours: one change of protection for many of them, and none for the addresses
-// of memory that is long gone.
-std::vector<Range> Arena::live_runs() const {
-    constexpr size_t NEAR = size_t(2) << 20;
-    std::vector<Range> runs;
-    for (const auto &[start, allocation] : allocations_) {
-        const uintptr_t first = start / PAGE * PAGE;
-        const uintptr_t end = first + whole_pages(start - first + allocation.bytes);
-        if (runs.empty() || first - (runs.back().start + runs.back().bytes) > NEAR) runs.push_back({first, 0});
-        runs.back().bytes = end - runs.back().start;
+// Page tables are what it costs, so only windows that a kernel comes to are opened.
+Range Arena::open(Range range) {
+    const uintptr_t first = range.start / WINDOW * WINDOW, end = (range.start + range.bytes + WINDOW - 1) / WINDOW * WINDOW;
+    for (uintptr_t at = first; at < end; at += WINDOW) {
+        if (opened_.insert(at).second) mprotect(reinterpret_cast<void *>(at), WINDOW, PROT_READ | PROT_WRITE);
     }
-    return runs;
-}
-
-void Arena::open() {
-    if (opened_until_ == next_) return;
-    close();
-    opened_ = live_runs();
-    opened_until_ = next_;
-    for (const Range &run : opened_) mprotect(reinterpret_cast<void *>(run.start), run.bytes, PROT_READ | PROT_WRITE);
+    return {first, end - first};
 }
 
 void Arena::close() {
-    for (const Range &run : opened_) mprotect(reinterpret_cast<void *>(run.start), run.bytes, PROT_NONE);
+    for (const uintptr_t at : opened_) mprotect(reinterpret_cast<void *>(at), WINDOW, PROT_NONE);
     opened_.clear();
-    opened_until_ = 0;
 }
 
 CUresult Pinned::allocate(size_t bytes, void **ptr) {

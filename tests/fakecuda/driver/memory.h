@@ -1,8 +1,9 @@
 // Memory of a device, and host memory that is pinned.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <optional>
-#include <vector>
+#include <set>
 
 #include "cuda.h"
 
@@ -16,6 +17,11 @@ struct Range {
     }
     bool overlaps(Range other) const {
         return start < other.start + other.bytes && other.start < start + bytes;
+    }
+    // What both have; they overlap.
+    Range within(Range other) const {
+        const uintptr_t from = std::max(start, other.start);
+        return {from, std::min(start + bytes, other.start + other.bytes) - from};
     }
 };
 
@@ -43,8 +49,8 @@ class Arena {
     // Where the driver reads and writes what the device has at this address.
     char *view(uintptr_t address) const { return view_ + (address - device_.start); }
 
-    // For the device, until it has nothing to do.
-    void open();
+    // For the device, until it has nothing to do. What is readable then, around these bytes.
+    Range open(Range range);
     void close();
 
     size_t limit;
@@ -59,15 +65,13 @@ class Arena {
     };
     using Allocations = std::map<uintptr_t, Allocation>;
     Allocations::const_iterator find(Range range) const;
-    std::vector<Range> live_runs() const;
 
     int file_;
     Range device_;
     char *view_;
     uintptr_t next_;
-    // What of the device's view is readable, and what next_ was then.
-    std::vector<Range> opened_;
-    uintptr_t opened_until_ = 0;
+    // Windows of the device's view that are readable, by their starts.
+    std::set<uintptr_t> opened_;
     Allocations allocations_;
     size_t live_bytes_ = 0;
     size_t live_count_ = 0;

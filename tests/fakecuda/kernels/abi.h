@@ -24,9 +24,9 @@ struct FakeLaunch {
     bool has_barrier;
     unsigned seed;
     void **args;
-    // The memory that the device may use at an address: false if none.
-    bool (*find)(const void *device, uintptr_t address, uintptr_t *start, size_t *bytes);
-    const void *device;
+    // The memory that the device may use around the `*bytes` at an address: false if they are not in any.
+    bool (*find)(void *device, uintptr_t address, uintptr_t *start, size_t *bytes);
+    void *device;
 };
 
 // The access that ended a launch.

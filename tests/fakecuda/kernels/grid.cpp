@@ -73,12 +73,10 @@ bool own_memory(uintptr_t address, size_t bytes) {
 }
 
 void check_slowly(uintptr_t address, size_t bytes, bool writes) {
-    Span span{};
+    Span span{0, bytes};
     if (own_memory(address, bytes)) return;
     const FakeLaunch &launch = *running.launch;
-    if (!launch.find(launch.device, address, &span.start, &span.bytes) || !span.contains(address, bytes)) {
-        end_launch({address, bytes, writes, false});
-    }
+    if (!launch.find(launch.device, address, &span.start, &span.bytes)) end_launch({address, bytes, writes, false});
     running.recent[running.next_recent++ % std::size(running.recent)] = span;
 }
 
