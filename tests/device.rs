@@ -525,6 +525,58 @@ fn the_callers_stream_goes_on_behind_a_copy_and_a_clear() {
 }
 
 #[test]
+fn default_streams_are_streams() {
+    let cuda = alone();
+    for number in [0, 1, 2] {
+        let engine = Engine::on_default_stream(number);
+        let mut ctx = small(true, &engine);
+        fill_all(&engine, &ctx, 0xAB);
+        assert!(is_all(&state_of(&save(&mut ctx, 0, NONE)), 0xAB), "a save behind stream {number}");
+        let snapshot = ctx.seq_snapshot(0, NONE).expect("a snapshot");
+        fill_all(&engine, &ctx, 0xCD);
+        engine.synchronize();
+        cuda.finish();
+        let mut blob = vec![0; usize::try_from(snapshot.size()).expect("small")];
+        snapshot.get_data(&mut blob, None).expect("a state");
+        assert!(is_all(&state_of(&blob), 0xAB), "a snapshot before stream {number} went on");
+        assert!(is_all(&held(&ctx, 0, 0), 0xCD), "work on stream {number}");
+    }
+}
+
+#[test]
+fn a_stream_that_is_being_captured_is_refused_and_nothing_changes() {
+    let _cuda = alone();
+    let engine = Engine::new();
+    let mut ctx = small(true, &engine);
+    ctx.clear_stream(0);
+    let (blob, before) = (save(&mut ctx, 0, NONE), image(&ctx));
+    let snapshot = ctx.seq_snapshot(0, NONE).expect("a snapshot");
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("state");
+    ctx.set_stream(engine.stream());
+    engine.begin_capture();
+    let errors = [
+        ctx.state_seq_get_data(&mut blob.clone(), 0, NONE).map(drop),
+        ctx.state_seq_get_data(&mut blob.clone(), 0, ON_DEVICE).map(drop),
+        ctx.seq_snapshot(0, NONE).map(drop),
+        ctx.snapshot().map(drop),
+        ctx.state_seq_save_file(&path, 0, &[]).map(drop),
+        ctx.state_seq_set_data(&blob, 1, NONE).map(drop),
+        ctx.seq_restore(&snapshot, 1),
+    ];
+    for (i, result) in errors.into_iter().enumerate() {
+        let error = result.expect_err("a stream under capture");
+        assert_eq!(error.status(), Status::InvalidArgument, "{i}: {error}");
+        assert_eq!(error.to_string(), "stream: the one of device 0 is being captured into a graph", "{i}");
+    }
+    assert!(!path.exists());
+    engine.end_capture();
+    assert!(image(&ctx) == before);
+    // The snapshot is nobody's, and its bytes are to be had whatever the stream does.
+    assert_eq!(state_of(&save(&mut ctx, 0, NONE)), state_of(&blob));
+}
+
+#[test]
 fn a_restore_is_done_when_it_returns() {
     let cuda = alone();
     let engine = Engine::new();

@@ -482,7 +482,7 @@ fn a_restore_of_a_snapshot_into_free_cells_fails_and_the_cache_stays() {
         let snapshot = ctx.seq_snapshot(0, NONE).expect("a snapshot");
         let act = move |ctx: &mut Context| {
             ctx.seq_rm(2, -1, -1)?;
-            ctx.seq_restore(&snapshot, 2).map(drop)
+            ctx.seq_restore(&snapshot, 2)
         };
         case(ctx, act, |ctx| held_everywhere(ctx, 2) == expected(0), nothing)
     };
@@ -495,7 +495,7 @@ fn a_restore_of_a_snapshot_over_used_cells_fails_and_leaves_all_or_an_empty_dest
     let make = || {
         let mut ctx = filled(8);
         let snapshot = ctx.seq_snapshot(0, NONE).expect("a snapshot");
-        let act = move |ctx: &mut Context| ctx.seq_restore(&snapshot, 0).map(drop);
+        let act = move |ctx: &mut Context| ctx.seq_restore(&snapshot, 0);
         case(ctx, act, |ctx| held_everywhere(ctx, 0) == expected(0), all_or_empty)
     };
     each_failure(&cuda, make);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Context, consumed, fitting};
+use super::{Context, fitting};
 use crate::error::{Error, Result};
 use crate::format::{self, SEQ_BLOB_HEADER_LEN};
 use crate::memory::Scope;
@@ -108,11 +108,11 @@ impl Context {
     }
 
     /// Replaces sequence `dest` by the state in a snapshot of a sequence, of this context or of another one with the same
-    /// model; returns the bytes of the state.
+    /// model.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a snapshot of a whole context, and as [`Context::state_seq_set_data`].
-    pub fn seq_restore(&mut self, snapshot: &Snapshot, dest: SeqId) -> Result<u64> {
+    pub fn seq_restore(&mut self, snapshot: &Snapshot, dest: SeqId) -> Result<()> {
         if snapshot.seq_id.is_none() {
             return Err(Error::arg("snapshot", "is of a whole context, which is no state of a sequence"));
         }
@@ -120,8 +120,7 @@ impl Context {
         let source = Source::snapshot(&snapshot.state);
         let plan = self.memory.state_plan(&source, snapshot.flags, self.read_params(scope))?;
         self.changed();
-        self.memory.state_commit(&plan, &self.transfer, None)?;
-        Ok(consumed(&plan) as u64)
+        self.memory.state_commit(&plan, &self.transfer, None)
     }
 
     /// Replaces all sequences by those in a snapshot of a whole context.

@@ -59,6 +59,8 @@ pub fn staged(params: ContextParams, size: u64, count: usize) -> Context {
 pub struct Engine {
     context: sys::CUcontext,
     stream: sys::CUstream,
+    /// Not one of the driver's default streams.
+    is_own: bool,
     pinned: *mut c_void,
 }
 
@@ -75,7 +77,31 @@ impl Engine {
             ok(sys::cuStreamCreate(&raw mut stream, 1));
             ok(sys::cuMemHostAlloc(&raw mut pinned, Self::PINNED, 0));
         }
-        Self { context, stream, pinned }
+        Self { context, stream, is_own: true, pinned }
+    }
+
+    /// On a default stream: 0, 1: the legacy one; 2: the one of the thread.
+    pub fn on_default_stream(number: usize) -> Self {
+        let engine = Self::new();
+        // SAFETY: the stream is the engine's.
+        ok(unsafe { sys::cuStreamDestroy_v2(engine.stream) });
+        let mut engine = engine;
+        (engine.stream, engine.is_own) = (std::ptr::without_provenance_mut(number), false);
+        engine
+    }
+
+    /// Begins to capture the work on the stream into a graph.
+    pub fn begin_capture(&self) {
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: a live stream.
+        ok(unsafe { sys::cuStreamBeginCapture_v2(self.stream, mode) });
+    }
+
+    /// Ends it; the graph is of no interest.
+    pub fn end_capture(&self) {
+        let mut graph = null_mut();
+        // SAFETY: a live stream; `graph` can be written.
+        ok(unsafe { sys::cuStreamEndCapture(self.stream, &raw mut graph) });
     }
 
     pub fn stream(&self) -> CallerStream {
@@ -130,7 +156,9 @@ impl Drop for Engine {
         unsafe {
             let _ = sys::cuCtxSetCurrent(self.context);
             let _ = sys::cuStreamSynchronize(self.stream);
-            let _ = sys::cuStreamDestroy_v2(self.stream);
+            if self.is_own {
+                let _ = sys::cuStreamDestroy_v2(self.stream);
+            }
             let _ = sys::cuMemFreeHost(self.pinned);
             let _ = sys::cuCtxSetCurrent(null_mut());
             let _ = sys::cuDevicePrimaryCtxRelease_v2(0);

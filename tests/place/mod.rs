@@ -66,24 +66,27 @@ pub fn place() -> Place {
             _ => panic!("KVSTATE_TEST_MEMORY is {name}"),
         };
         if place != Place::Host {
-            load_driver();
+            devices();
         }
         place
     })
 }
 
-fn load_driver() {
+/// Devices 0 and 1, or those of them that a real driver has. They are open from now on, not anew for every context.
+pub fn devices() -> Vec<i32> {
     static OPEN: OnceLock<Vec<Arc<Device>>> = OnceLock::new();
-    let Some(cuda) = emulated() else { return };
-    let driver = driver();
-    let mode = match driver.split_once(':') {
-        None if driver == "lazy" => Mode::Lazy,
-        Some(("eager", seed)) => Mode::Eager { seed: seed.parse().expect("a seed") },
-        _ => panic!("KVSTATE_TEST_DRIVER is {driver}"),
-    };
-    cuda.set_mode(mode);
-    // Devices are opened once, not for every context.
-    OPEN.get_or_init(|| [0, 1].into_iter().filter_map(|ordinal| Device::open(ordinal).ok()).collect());
+    let open = OPEN.get_or_init(|| {
+        if let Some(cuda) = emulated() {
+            let driver = driver();
+            cuda.set_mode(match driver.split_once(':') {
+                None if driver == "lazy" => Mode::Lazy,
+                Some(("eager", seed)) => Mode::Eager { seed: seed.parse().expect("a seed") },
+                _ => panic!("KVSTATE_TEST_DRIVER is {driver}"),
+            });
+        }
+        [0, 1].into_iter().filter_map(|ordinal| Device::open(ordinal).ok()).collect()
+    });
+    open.iter().map(|device| device.ordinal()).collect()
 }
 
 fn driver() -> String {
