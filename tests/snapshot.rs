@@ -111,12 +111,15 @@ fn everywhere(sections: &[KvParams]) -> Vec<(String, Context)> {
 
 // The moment
 
+/// What happens to a context, and what it is called.
+type Change<'a> = (&'static str, &'a dyn Fn(&mut Context));
+
 #[test]
 fn a_snapshot_has_the_bytes_of_a_save_of_the_same_moment_whatever_happens_next() {
     let mut ctx = worn();
     let other = save(&mut worn(), 1, NONE);
     let mut taken: Vec<(String, Vec<u8>, Snapshot)> = Vec::new();
-    let changes: [(&str, &dyn Fn(&mut Context)); 6] = [
+    let changes: [Change<'_>; 6] = [
         ("nothing", &|_| ()),
         ("a decode", &|ctx| drop(decode(ctx, 0, 12..18))),
         ("a removal", &|ctx| assert!(ctx.seq_rm(0, 2, 9).expect("a removal"))),
