@@ -81,6 +81,12 @@
 // Files older than version 4 were made without rotation.
 #define KVS_LEGACY_ROTATION_PLAIN 2
 
+// RoPE turns neighbouring elements of a head: 2 * i and 2 * i + 1. The number is llama.h's.
+#define KVS_ROPE_TYPE_NORM 0
+
+// RoPE turns elements of two halves of a head: i and i + n_rope_dims / 2.
+#define KVS_ROPE_TYPE_NEOX 2
+
 // The plane is in host memory.
 #define KVS_DEVICE_HOST (-1)
 
@@ -139,6 +145,36 @@ typedef struct kvs_state_writer kvs_state_writer;
 // What a call returns that is not one of llama.cpp's: KVS_STATUS_OK or a reason. kvs_last_error() says more.
 typedef int32_t kvs_status;
 
+// RoPE of a layer, as the model applies it to K. Fill with kvs_rope_params_init first.
+//
+// There is no attn_factor: K was scaled when it was computed, and a shift only turns it.
+typedef struct kvs_rope_params {
+    // sizeof(kvs_rope_params), set by the init call.
+    size_t struct_size;
+    // KVS_ROPE_TYPE_*, by default NORM. Models whose positions have several parts (M-RoPE) cannot be shifted.
+    uint32_t rope_type;
+    // Elements of a head of K.
+    uint32_t n_embd_head;
+    // Elements of a head that are turned; 0: all.
+    uint32_t n_rope_dims;
+    // Elements of a head before those that are turned (MLA caches that begin with the latent part).
+    uint32_t n_embd_nope;
+    // Base of the frequencies, of this layer (local layers can have one of their own); by default 10000.
+    float freq_base;
+    // What positions are multiplied with, of this layer; by default 1.
+    float freq_scale;
+    // By what each pair's frequency is divided, n_rope_dims / 2 factors; NULL: none.
+    const float *freq_factors;
+    // Share of YaRN's extrapolation; by default 0, and the fields below are not looked at.
+    float ext_factor;
+    // YaRN: pairs that turn more often than this in the original context are extrapolated; by default 32.
+    float beta_fast;
+    // YaRN: pairs that turn less often than this in the original context are scaled; by default 1.
+    float beta_slow;
+    // YaRN: the context of the training.
+    uint32_t n_ctx_orig;
+} kvs_rope_params;
+
 // One layer of an attention cache. Fill with kvs_kv_layer_params_init first.
 typedef struct kvs_kv_layer_params {
     // sizeof(kvs_kv_layer_params), set by the init call.
@@ -171,6 +207,9 @@ typedef struct kvs_kv_layer_params {
     int32_t device;
     // 0.
     uint32_t reserved;
+    // How kvstate rotates K after kvs_memory_seq_add and seq_div. NULL in all layers of a context: it does not;
+    // NULL in some: K of these does not depend on the position.
+    const struct kvs_rope_params *rope;
 } kvs_kv_layer_params;
 
 // An attention cache. Fill with kvs_kv_params_init first.
@@ -243,11 +282,11 @@ typedef struct kvs_context_params {
     uint32_t legacy_rotation;
     // Architecture name, in whole-context states; NULL: empty.
     const char *arch;
-    // Rotates K after kvs_memory_seq_add and seq_div; NULL: nobody does.
+    // Rotates K after kvs_memory_seq_add and seq_div, where no layer has rope; NULL: nobody does.
     kvs_shift_callback shift;
     // For shift.
     void *shift_user_data;
-    // 1, with shift NULL: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
+    // 1, with shift NULL and no rope: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
     // before the next decode or save. A save with shifts pending fails; a decode is not checked.
     uint32_t shift_by_engine;
     // Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
@@ -595,6 +634,9 @@ kvs_status kvs_last_status(void);
 void kvs_clear_last_error(void);
 
 // Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_rope_params_init(struct kvs_rope_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_kv_layer_params_init(struct kvs_kv_layer_params *params, size_t struct_size);
 
 // Fills the struct of struct_size bytes at params with defaults.
@@ -840,6 +882,13 @@ kvs_status kvs_shift_get(const struct kvs_context *ctx,
 
 // The engine has rotated K of everything that kvs_shift_get lists, in all streams and sections.
 kvs_status kvs_shift_done(struct kvs_context *ctx);
+
+// Rotates K of everything that kvs_shift_get lists, in all streams and sections, by rope of the layers or by the
+// shift callback. An engine calls it before it decodes; a save does it for what it writes.
+//
+// Where it fails, the shifts that were not applied stay pending. If the owner of a tensor fails where K may be rotated
+// in part, the sequences that had it are emptied, as kvs_last_error says.
+kvs_status kvs_shift_apply(struct kvs_context *ctx);
 
 // Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_transfer_params_init(struct kvs_transfer_params *params, size_t struct_size);
@@ -1218,6 +1267,13 @@ kvs_status kvs_log_set(kvs_log_callback callback,
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+// Defaults as a value, for initialisers.
+static inline kvs_rope_params kvs_rope_default_params(void) {
+    kvs_rope_params params;
+    kvs_rope_params_init(&params, sizeof params);
+    return params;
+}
 
 // Defaults as a value, for initialisers.
 static inline kvs_kv_layer_params kvs_kv_layer_default_params(void) {

@@ -302,7 +302,7 @@ pub enum Error {
         n_device: i32,
     },
     /// A driver that does not know the kernels' language.
-    #[error("the CUDA driver is too old: it is of CUDA {driver}, {need} is needed")]
+    #[error("the CUDA driver is too old: it is of CUDA {driver}, {need} or later is needed")]
     DriverTooOld {
         /// Version of CUDA that the driver is of.
         driver: String,

@@ -149,6 +149,15 @@ impl CellExt {
     }
 }
 
+/// Which elements of a head RoPE turns together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeType {
+    /// Neighbours: `2 * i` and `2 * i + 1` (ggml's `NORMAL`).
+    Normal,
+    /// Halves: `i` and `i + n_rope_dims / 2` (ggml's `NEOX`).
+    Neox,
+}
+
 /// A sequence index that was checked: below the context's `n_seq_max`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Seq(u8);

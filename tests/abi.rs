@@ -364,6 +364,9 @@ c_tests! { engine on_the_host:
     a_partial_state_of_full_attention_rotates_nothing,
     a_save_fails_if_the_shift_callback_does,
     nobody_who_rotates_means_no_shifts,
+    k_is_rotated_by_the_rope_of_its_layer,
+    rope_that_does_not_fit_is_refused,
+    shifts_are_not_applied_by_the_library_where_the_engine_does_it,
     an_engine_that_rotates_asks_and_says_when_it_has,
     a_callback_and_a_promise_of_the_engine_exclude_each_other,
 }

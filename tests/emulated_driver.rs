@@ -6,6 +6,7 @@
 mod fakecuda;
 
 use std::ffi::{CStr, CString, c_void};
+use std::fs;
 use std::process::Command;
 use std::ptr::null_mut;
 use std::thread;
@@ -13,6 +14,7 @@ use std::thread;
 use cudarc::driver::sys::*;
 use fakecuda::{Alone, FakeCuda, ILLEGAL_ADDRESS, Live, Mode, OUT_OF_MEMORY, UNKNOWN};
 
+const KV_CU: &str = include_str!("../cuda/kv.cu");
 const PTX: &str = include_str!("../cuda/kv.ptx");
 
 /// A call of the driver that has to succeed.
@@ -209,6 +211,13 @@ fn run_move(cuda: &FakeCuda, m: &KvMove) -> i32 {
     code!(cuStreamSynchronize(null_mut()))
 }
 
+/// This test in a process of its own, where `variable` is set.
+fn child(test: &str, variable: &str) -> Command {
+    let mut child = Command::new(std::env::current_exe().expect("this test"));
+    child.args(["--exact", test, "--nocapture"]).env(variable, "1");
+    child
+}
+
 // Devices and contexts
 
 #[test]
@@ -242,6 +251,73 @@ fn a_released_context_cannot_be_made_current() {
     ok!(cuDevicePrimaryCtxRelease_v2(1));
     let refused = code!(cuCtxSetCurrent(devices.contexts[1]));
     assert_eq!(refused, CUresult::CUDA_ERROR_INVALID_CONTEXT as i32);
+}
+
+#[test]
+fn a_driver_without_a_device_says_so() {
+    const CHILD: &str = "KVSTATE_NO_DEVICE";
+    if std::env::var_os(CHILD).is_some() {
+        let _cuda = FakeCuda::load();
+        assert_eq!(code!(cuInit(0)), CUresult::CUDA_ERROR_NO_DEVICE as i32);
+        let mut count = 0;
+        assert_eq!(code!(cuDeviceGetCount(&raw mut count)), CUresult::CUDA_ERROR_NOT_INITIALIZED as i32);
+        return;
+    }
+    let output = child("a_driver_without_a_device_says_so", CHILD).env("FAKECUDA_DEVICES", "0").output();
+    let output = output.expect("the child");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_device_has_the_attributes_that_a_test_gives_it() {
+    let devices = Devices::lazy();
+    let attribute = |which| made!(cuDeviceGetAttribute, 0, which, 1);
+    let major = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
+    let minor = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR;
+    let pools = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+    assert_eq!([major, minor, pools].map(attribute), [9, 0, 1]);
+    devices.cuda.set("cc", 75);
+    devices.cuda.set("pools", 0);
+    let other = [major, minor, pools].map(attribute);
+    let mut ptr = 0;
+    let refused = code!(cuMemAllocAsync(&raw mut ptr, 16, null_mut()));
+    devices.cuda.set("cc", 90);
+    devices.cuda.set("pools", 1);
+    assert_eq!(other, [7, 5, 0]);
+    assert_eq!(refused, CUresult::CUDA_ERROR_NOT_SUPPORTED as i32);
+}
+
+#[test]
+fn a_stream_knows_its_context_and_memory_its_range() {
+    let devices = Devices::lazy();
+    devices.select(1);
+    let (stream, ptr) = (stream(), alloc(100));
+    devices.select(0);
+    let mut context = null_mut();
+    ok!(cuStreamGetCtx(stream, &raw mut context));
+    assert_eq!(context, devices.contexts[1]);
+    let (mut start, mut bytes) = (0, 0);
+    ok!(cuMemGetAddressRange_v2(&raw mut start, &raw mut bytes, ptr + 99));
+    assert_eq!((start, bytes), (ptr, 100));
+    ok!(cuStreamDestroy_v2(stream));
+    ok!(cuMemFree_v2(ptr));
+}
+
+#[test]
+fn destroyed_handles_are_refused() {
+    let _devices = Devices::lazy();
+    let (stream, event, module) = (stream(), event(), module(PTX));
+    let kernel = function(module, c"kv_zero");
+    ok!(cuStreamDestroy_v2(stream));
+    ok!(cuEventDestroy_v2(event));
+    ok!(cuModuleUnload(module));
+    let codes = [
+        code!(cuStreamSynchronize(stream)),
+        code!(cuStreamDestroy_v2(stream)),
+        code!(cuEventRecord(event, null_mut())),
+        launch(kernel, (1, 1), 32, 0, null_mut()),
+    ];
+    assert_eq!(codes, [CUresult::CUDA_ERROR_INVALID_HANDLE as i32; 4]);
 }
 
 #[test]
@@ -662,9 +738,8 @@ fn host_code_that_touches_device_memory_dies_with_a_message() {
         let byte = unsafe { (ptr as *const u8).read_volatile() };
         unreachable!("it read {byte}");
     }
-    let mut child = Command::new(std::env::current_exe().expect("this test"));
-    child.args(["--exact", "host_code_that_touches_device_memory_dies_with_a_message", "--nocapture"]);
-    let output = child.env(CHILD, "1").output().expect("the child");
+    let mut child = child("host_code_that_touches_device_memory_dies_with_a_message", CHILD);
+    let output = child.output().expect("the child");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("fakecuda: host code touched device memory at 0x"), "{said}");
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&output.status), Some(11), "{said}");
@@ -719,6 +794,73 @@ fn every_kernel_of_the_source_is_in_the_host_build() {
         let name = CString::new(name.trim_end_matches('(')).expect("no NUL");
         function(module, &name);
     }
+}
+
+#[test]
+fn a_launch_keeps_the_arguments_of_its_call() {
+    let devices = Devices::lazy();
+    let (ptr, moves, kernel) = (alloc(64), alloc(80), function(module(PTX), c"kv_zero"));
+    devices.cuda.poke(moves, &KvMove::rows(0, ptr, 4, 16).bytes());
+    // The variable that the argument is read from is gone when the kernel runs.
+    assert_eq!(launch(kernel, (1, 1), 32, moves, null_mut()), 0);
+    assert_eq!(devices.cuda.peek(ptr, 64), [0xCD; 64]);
+    ok!(cuCtxSynchronize());
+    assert_eq!(devices.cuda.peek(ptr, 64), [0; 64]);
+}
+
+/// Kernels of a changed source, until the end.
+struct OtherKernels<'a>(&'a FakeCuda);
+
+impl<'a> OtherKernels<'a> {
+    fn new(cuda: &'a FakeCuda, source: &str) -> Self {
+        let dir = tempfile::tempdir().expect("a temporary folder");
+        let path = dir.path().join("kv.cu");
+        fs::write(&path, source).expect("the source");
+        cuda.set_kernels(&fakecuda::kernels(&path));
+        Self(cuda)
+    }
+}
+
+impl Drop for OtherKernels<'_> {
+    fn drop(&mut self) {
+        self.0.set_kernels(&self.0.kernels);
+    }
+}
+
+#[test]
+fn a_fault_in_a_kernel_gives_wrong_bytes() {
+    let devices = Devices::lazy();
+    let (src, dst) = (alloc(64), alloc(64));
+    devices.cuda.poke(src, &[1; 64]);
+    let right = "cell_of(m.dst_cells, i) * m.dst_cell_stride";
+    assert!(KV_CU.contains(right));
+    let wrong = KV_CU.replace(right, "cell_of(m.dst_cells, i + 1) * m.dst_cell_stride");
+    let _kernels = OtherKernels::new(&devices.cuda, &wrong);
+    assert_eq!(run_move(&devices.cuda, &KvMove::rows(src, dst, 3, 16)), 0);
+    assert_eq!(devices.cuda.peek(dst, 64), [[0xCD; 16], [1; 16], [1; 16], [1; 16]].concat());
+}
+
+#[test]
+fn threads_of_a_block_wait_for_each_other_at_a_barrier() {
+    let devices = Devices::lazy();
+    let (dst, moves) = (alloc(128), alloc(80));
+    devices.cuda.poke(moves, &KvMove { dst, ..KvMove::default() }.bytes());
+    let head = KV_CU.find("extern \"C\" __global__ void kv_zero").expect("kv_zero");
+    let source = String::from(&KV_CU[..head])
+        + r#"extern "C" __global__ void kv_zero(const KvMove * moves) {
+            __shared__ u32 given[32];
+            given[threadIdx.x] = threadIdx.x + 1;
+            __syncthreads();
+            ((u32 *) moves[0].dst)[threadIdx.x] = given[31 - threadIdx.x];
+        }"#;
+    let _kernels = OtherKernels::new(&devices.cuda, &source);
+    let (before, kv_zero) = PTX.split_at(PTX.find(".entry kv_zero").expect("kv_zero"));
+    let ptx = String::from(before) + &kv_zero.replacen('{', "{ bar.sync 0;", 1);
+    let kernel = function(module(&ptx), c"kv_zero");
+    assert_eq!(launch(kernel, (1, 1), 32, moves, null_mut()), 0);
+    ok!(cuCtxSynchronize());
+    let expected: Vec<u8> = (1..=32u32).rev().flat_map(u32::to_le_bytes).collect();
+    assert_eq!(devices.cuda.peek(dst, 128), expected);
 }
 
 // Counters, failures

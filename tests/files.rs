@@ -1,6 +1,8 @@
 //! Files: what they hold, what is refused, and that neither a failure nor a kill loses the old one.
 #![allow(missing_docs, reason = "a test")]
 
+mod place;
+
 use std::fs;
 use std::io::{self, Write};
 use std::ops::ControlFlow;
@@ -14,7 +16,9 @@ use kvstate::format::GgmlType;
 use kvstate::memory::{KvParams, LayerParams, TensorParams};
 use kvstate::session::{seq_file_token_count, seq_file_tokens};
 use kvstate::state::{RecordSink, Sink, write_file};
-use kvstate::storage::{CellMap, Plane, PlaneShape, Progress, ProgressCallback, Region, Threads, Transfer};
+use kvstate::storage::{
+    CellMap, Plane, PlaneShape, Progress, ProgressCallback, Region, StagingParams, Threads, Transfer,
+};
 use kvstate::types::{CellExt, StateFlags};
 use kvstate::{Context, ContextParams, Error, Status};
 use tempfile::TempDir;
@@ -29,7 +33,7 @@ fn params() -> ContextParams {
 
 /// A context whose sequence 0 has `n` tokens.
 fn context(n: i32) -> Context {
-    let mut context = Context::new(params()).unwrap();
+    let mut context = place::context(params()).unwrap();
     decode(&mut context, n);
     context
 }
@@ -136,7 +140,7 @@ fn a_whole_context_of_another_architecture_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("session.bin");
     context(2).state_save_file(&path, &[]).unwrap();
-    let mut other = Context::new(ContextParams { arch: "other".into(), ..params() }).unwrap();
+    let mut other = place::context(ContextParams { arch: "other".into(), ..params() }).unwrap();
     assert_eq!(
         other.state_load_file(&path, 0).unwrap_err().to_string(),
         "failed to restore session state: wrong model arch: the state has 'test', the cache 'other' \
@@ -173,7 +177,7 @@ fn another_magic_or_version_is_refused_with_both() {
 fn a_file_that_ends_anywhere_is_refused_and_changes_nothing() {
     let (_dir, path, _) = saved();
     let good = fs::read(&path).unwrap();
-    for len in 0..good.len() {
+    for len in place::cases(0..good.len()) {
         fs::write(&path, &good[..len]).unwrap();
         let error = refused(&path);
         assert_eq!(error.status(), Status::Truncated, "{len}: {error}");
@@ -211,7 +215,7 @@ fn a_failed_save_leaves_the_old_file_and_nothing_beside_it() {
     let (dir, path, _) = saved();
     let old = fs::read(&path).unwrap();
     let shift = Shift::Callback(Box::new(|_| Err("the device is gone".into())));
-    let mut failing = Context::new(ContextParams { shift, ..params() }).unwrap();
+    let mut failing = place::context(ContextParams { shift, ..params() }).unwrap();
     decode(&mut failing, 4);
     failing.seq_add(0, 2, -1, 1).unwrap();
     let error = failing.state_seq_save_file(&path, 0, &[]).unwrap_err();
@@ -367,7 +371,7 @@ fn an_unsynced_file_has_the_same_bytes_and_replaces_the_old_one_whole() {
     let (dir, path, size) = saved();
     let synced = fs::read(&path).unwrap();
     fs::write(&path, b"an older and shorter file").unwrap();
-    let mut context = Context::new(ContextParams { sync_files: false, ..params() }).unwrap();
+    let mut context = place::context(ContextParams { sync_files: false, ..params() }).unwrap();
     decode(&mut context, 5);
     assert_eq!(context.state_seq_save_file(&path, 0, &[7, 8, 9, -1]).unwrap(), size);
     assert_eq!(fs::read(&path).unwrap(), synced);
@@ -385,9 +389,12 @@ const N_POS: i32 = 768;
 fn large(threads: usize) -> Context {
     let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 1024 };
     let kv = KvParams::new(2 * N_POS.unsigned_abs(), 2, LayerParams { k: tensor, v: Some(tensor) });
-    let params = ContextParams::new(3, vec![kv.into()]);
+    // On a device: chunks of many rows, and many chunks.
+    let staging = StagingParams { size: 256 << 10, count: 3 };
+    let params = ContextParams { staging, ..ContextParams::new(3, vec![kv.into()]) };
     let mut context =
-        Context::new(ContextParams { sync_files: false, threads: Threads::new(threads), ..params }).unwrap();
+        place::context(ContextParams { sync_files: false, threads: Threads::new(threads), ..params })
+            .unwrap();
     let token = |i: i32| UbatchToken {
         pos: i / 2,
         ext: CellExt::default(),
@@ -487,7 +494,9 @@ fn a_file_of_unbroken_tensors_has_the_bytes_of_the_state() {
     // The only sequence of a cache that it fills: all of a tensor is written from where it lies.
     let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 1024 };
     let kv = KvParams::new(N_POS.unsigned_abs(), 2, LayerParams { k: tensor, v: Some(tensor) });
-    let mut dense = Context::new(ContextParams::new(1, vec![kv.into()])).unwrap();
+    let staging = StagingParams { size: 256 << 10, count: 3 };
+    let params = ContextParams { staging, ..ContextParams::new(1, vec![kv.into()]) };
+    let mut dense = place::context(params).unwrap();
     let state = sequence(&mut context, 0);
     dense.state_seq_set_data(&state, 0, NONE).unwrap();
     dense.state_seq_save_file(&path, 0, &[5]).unwrap();

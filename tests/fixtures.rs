@@ -3,6 +3,7 @@
 //! Every test runs over all fixtures of its kind and names the file that fails.
 
 mod common;
+mod place;
 
 use std::fs;
 use std::path::Path;
@@ -39,7 +40,7 @@ fn is_whole(fixture: &Fixture) -> bool {
 }
 
 fn new(params: ContextParams, fixture: &Fixture) -> Context {
-    Context::new(params).unwrap_or_else(|e| panic!("{}: {e}", fixture.name))
+    place::context(params).unwrap_or_else(|e| panic!("{}: {e}", fixture.name))
 }
 
 fn load(ctx: &mut Context, blob: &[u8], dest: SeqId, flags: StateFlags, fixture: &Fixture) {

@@ -6,6 +6,7 @@
 )]
 
 mod common;
+mod place;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -17,6 +18,7 @@ use kvstate::cells::CellMeta;
 use kvstate::context::UbatchToken;
 use kvstate::format::GgmlType;
 use kvstate::memory::{KvParams, LayerParams, TensorParams};
+use kvstate::storage::Plane;
 use kvstate::types::{CellExt, Pos, SeqId, StateFlags};
 use kvstate::{Context, ContextParams, Error, Result, Status};
 
@@ -89,7 +91,8 @@ impl Drop for Case<'_> {
 #[derive(Clone, PartialEq)]
 struct Contents {
     cells: Vec<Option<(CellMeta, Pos)>>,
-    bytes: Vec<u8>,
+    /// By plane.
+    bytes: Vec<Vec<u8>>,
 }
 
 /// A context that holds an older state of the destination, in cells before and between those of two other
@@ -110,7 +113,7 @@ impl Bench {
         // What is written in streams depends on their number.
         let n_seq_max = f.sidecar.n_seq_max + if f.sidecar.kv_unified { 2 } else { 0 };
         let kv_size = f.n_cells() + 20;
-        let ctx = Context::new(f.params_with(n_seq_max, f.sidecar.kv_unified, kv_size)).unwrap();
+        let ctx = place::context(f.params_with(n_seq_max, f.sidecar.kv_unified, kv_size)).unwrap();
         let n_layer = f.sections(kv_size).iter().map(|kv| kv.layers.len()).collect();
         let others = (0..n_seq_max.cast_signed()).filter(|&seq| seq != dest).take(2).collect();
         let before = Contents { cells: Vec::new(), bytes: Vec::new() };
@@ -128,32 +131,29 @@ impl Bench {
             self.ctx.commit(&slot).unwrap();
         }
         let mut x = 1_u64;
-        self.for_each_plane(|plane| {
-            for byte in plane {
+        for plane in self.planes() {
+            let mut bytes = place::all(plane);
+            for byte in &mut bytes {
                 x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 *byte = x.to_be_bytes()[0];
             }
-        });
+            place::write(plane, 0, &bytes);
+        }
         self.before = self.contents();
         self.others_before = self.others_now();
     }
 
-    /// Lends each plane's bytes.
-    fn for_each_plane(&mut self, mut use_plane: impl FnMut(&mut [u8])) {
+    fn planes(&self) -> Vec<&Plane> {
+        let mut planes = Vec::new();
         for (section, &n_layer) in self.n_layer.iter().enumerate() {
             for stream in 0..self.ctx.n_stream() as usize {
                 for layer in 0..n_layer {
-                    let k = self.ctx.k(section, stream, layer).unwrap();
-                    for plane in [Some(k), self.ctx.v(section, stream, layer).unwrap()].into_iter().flatten()
-                    {
-                        let span = plane.shape().span(plane.kv_size()).unwrap();
-                        let (ptr, len) = (plane.as_ptr(), usize::try_from(span).unwrap());
-                        // SAFETY: the plane's bytes, which no call of the context uses meanwhile.
-                        use_plane(unsafe { std::slice::from_raw_parts_mut(ptr, len) });
-                    }
+                    planes.push(self.ctx.k(section, stream, layer).unwrap());
+                    planes.extend(self.ctx.v(section, stream, layer).unwrap());
                 }
             }
         }
+        planes
     }
 
     fn cells(&self) -> impl Iterator<Item = Option<(CellMeta, Pos)>> + '_ {
@@ -164,26 +164,19 @@ impl Bench {
         })
     }
 
-    fn contents(&mut self) -> Contents {
-        let mut bytes = Vec::new();
-        self.for_each_plane(|plane| bytes.extend_from_slice(plane));
-        Contents { cells: self.cells().collect(), bytes }
+    fn contents(&self) -> Contents {
+        Contents { cells: self.cells().collect(), bytes: self.planes().into_iter().map(place::all).collect() }
     }
 
     fn others_now(&mut self) -> Vec<Vec<u8>> {
         self.others.iter().map(|&seq| seq_state(&mut self.ctx, seq, NONE)).collect()
     }
 
-    fn assert_unchanged(&mut self) {
-        let before = std::mem::replace(&mut self.before, Contents { cells: Vec::new(), bytes: Vec::new() });
-        assert!(self.cells().eq(before.cells.iter().copied()), "the cells are what they were");
-        let mut rest = &before.bytes[..];
-        self.for_each_plane(|plane| {
-            let (was, behind) = rest.split_at(plane.len());
-            assert!(plane == was, "the bytes of the planes are what they were");
-            rest = behind;
-        });
-        self.before = before;
+    fn assert_unchanged(&self) {
+        assert!(self.cells().eq(self.before.cells.iter().copied()), "the cells are what they were");
+        for (plane, was) in self.planes().into_iter().zip(&self.before.bytes) {
+            assert!(place::all(plane) == *was, "the bytes of the planes are what they were");
+        }
     }
 
     /// After a restore of the destination: valid cells, and the other sequences as they were.
@@ -353,7 +346,8 @@ fn every_truncation_of_a_blob_is_refused_and_changes_nothing() {
         let metadata = metadata_of(&f, &blob);
         let is_metadata = |len: &usize| metadata.iter().any(|range| range.contains(len));
         let mut sweep = Sweep::new(&f);
-        for len in (0..blob.len()).filter(|len| blob.len() < SMALL || len % 61 == 0 || is_metadata(len)) {
+        let lens = (0..blob.len()).filter(|len| blob.len() < SMALL || len % 61 == 0 || is_metadata(len));
+        for len in place::cases(lens) {
             // 8 bytes are a whole partial state of full attention, the older build's data merely bytes behind.
             if f.is_legacy_partial() && len >= 8 {
                 continue;
@@ -387,7 +381,7 @@ fn every_flip_in_the_metadata_of_a_blob_is_refused_or_gives_valid_cells() {
     for (f, blob) in blobs() {
         let mut sweep = Sweep::new(&f);
         let mut damaged = blob.clone();
-        for at in metadata_of(&f, &blob).into_iter().flatten() {
+        for at in place::cases(metadata_of(&f, &blob).into_iter().flatten()) {
             for flip in [0xff, 0x01, 0x80] {
                 let _case = Case(&f.name, at, flip);
                 damaged[at] ^= flip;
@@ -412,7 +406,7 @@ fn a_flip_in_the_tensors_of_a_blob_is_another_state_and_is_written_as_such() {
         // Every byte of a small blob, a hundred of a large one.
         let step = if blob.len() < SMALL { 1 } else { blob.len() / 100 };
         let tensors = (0..blob.len()).step_by(step);
-        for at in tensors.filter(|at| !metadata.iter().any(|range| range.contains(at))) {
+        for at in place::cases(tensors.filter(|at| !metadata.iter().any(|range| range.contains(at)))) {
             let _case = Case(&f.name, at, 0xff);
             damaged[at] ^= 0xff;
             sweep.check_blob(&damaged, &blob);
@@ -444,12 +438,12 @@ fn a_damaged_slot_file_is_refused_and_changes_nothing_or_gives_valid_cells() {
         };
         // The header, the tokens, the metadata before the first tensor.
         let metadata = 12 + 4 * f.sidecar.tokens.len() + 8 + 12 * f.n_cells() as usize + 28;
-        for len in (0..slot.len()).filter(|&len| len < metadata || len % 61 == 0) {
+        for len in place::cases((0..slot.len()).filter(|&len| len < metadata || len % 61 == 0)) {
             let _case = Case(&f.name, len, 0);
             load(&slot[..len]);
         }
         let mut damaged = slot.clone();
-        for at in 0..metadata {
+        for at in place::cases(0..metadata) {
             for flip in [0xff, 0x01, 0x80] {
                 let _case = Case(&f.name, at, flip);
                 damaged[at] ^= flip;
@@ -477,12 +471,12 @@ fn a_damaged_whole_context_is_refused_and_changes_nothing_or_gives_valid_cells()
             let load = |ctx: &mut Context, _| ctx.state_set_data(damaged);
             sweep.check(damaged.len(), load, |_, _| {});
         };
-        for len in (0..state.len()).filter(|len| len % 7 == 0 || *len < 3000) {
+        for len in place::cases((0..state.len()).filter(|len| len % 7 == 0 || *len < 3000)) {
             let _case = Case(name, len, 0);
             check(&state[..len]);
         }
         let mut damaged = state.clone();
-        for at in 0..2000 {
+        for at in place::cases(0..2000) {
             for flip in [0xff, 0x01, 0x80] {
                 let _case = Case(name, at, flip);
                 damaged[at] ^= flip;
@@ -625,7 +619,7 @@ fn small_params(n_seq_max: u32, unified: bool, kv_size: u32, v_trans: bool) -> C
 }
 
 fn assert_refused_as(state: State, transposed: bool, text: &str) {
-    let mut ctx = Context::new(small_params(1, true, 8, transposed)).unwrap();
+    let mut ctx = place::context(small_params(1, true, 8, transposed)).unwrap();
     let error = ctx.state_seq_set_data(&state.bytes(transposed), 0, NONE).expect_err(text);
     assert_eq!(error.to_string(), text);
     assert_eq!(positions(&ctx, 0), (-1, -1), "nothing was restored: {text}");
@@ -634,7 +628,7 @@ fn assert_refused_as(state: State, transposed: bool, text: &str) {
 #[test]
 fn the_states_of_the_table_are_whole_without_their_lies() {
     for (state, transposed) in [(ROW_MAJOR, false), (TRANSPOSED, true)] {
-        let mut ctx = Context::new(small_params(1, true, 8, transposed)).unwrap();
+        let mut ctx = place::context(small_params(1, true, 8, transposed)).unwrap();
         let bytes = state.bytes(transposed);
         assert_eq!(ctx.state_seq_set_data(&bytes, 0, NONE).unwrap(), bytes.len());
         assert_eq!(seq_state(&mut ctx, 0, NONE), bytes);
@@ -737,7 +731,7 @@ fn a_lie_about_transposed_v_is_refused_with_the_field_and_both_values() {
 
 #[test]
 fn a_state_with_more_cells_than_the_stream_is_refused_with_both_numbers() {
-    let mut ctx = Context::new(small_params(1, true, 1, false)).unwrap();
+    let mut ctx = place::context(small_params(1, true, 1, false)).unwrap();
     let error = ctx.state_seq_set_data(&ROW_MAJOR.bytes(false), 0, NONE).unwrap_err();
     assert_eq!(
         error.to_string(),
@@ -747,7 +741,7 @@ fn a_state_with_more_cells_than_the_stream_is_refused_with_both_numbers() {
 
 #[test]
 fn a_sequence_that_the_context_does_not_have_is_refused_by_name() {
-    let mut ctx = Context::new(small_params(2, true, 8, false)).unwrap();
+    let mut ctx = place::context(small_params(2, true, 8, false)).unwrap();
     for (seq, text) in [(-1, "seq_id -1 is out of range [0, 2)"), (2, "seq_id 2 is out of range [0, 2)")] {
         let error = ctx.state_seq_set_data(&ROW_MAJOR.bytes(false), seq, NONE).unwrap_err();
         assert_eq!(error.to_string(), text);
@@ -776,7 +770,7 @@ fn whole(arch: &[u8], n_stream: u32, empty_before: u32, n_seq_id: u32, seq_ids: 
 #[test]
 fn a_lie_in_a_whole_context_is_refused_with_the_field_and_both_values() {
     let refusal = |unified: bool, state: &[u8]| {
-        let mut ctx = Context::new(small_params(3, unified, 8, false)).unwrap();
+        let mut ctx = place::context(small_params(3, unified, 8, false)).unwrap();
         let error = ctx.state_set_data(state).expect_err("a lie").to_string();
         assert_eq!(positions(&ctx, 0), (-1, -1), "nothing was restored: {error}");
         error
@@ -810,7 +804,7 @@ fn a_lie_in_a_whole_context_is_refused_with_the_field_and_both_values() {
     for (unified, state) in
         [(true, whole(b"llama", 1, 0, 2, &[0, 2])), (false, whole(b"llama", 3, 1, 1, &[1]))]
     {
-        let mut ctx = Context::new(small_params(3, unified, 8, false)).unwrap();
+        let mut ctx = place::context(small_params(3, unified, 8, false)).unwrap();
         assert_eq!(ctx.state_set_data(&state).unwrap(), state.len(), "the table's states without their lies");
     }
 }
@@ -822,7 +816,7 @@ fn a_lie_in_a_file_header_is_refused_with_the_field_and_both_values() {
         let mut words = Words(Vec::new()).u32(magic).u32(version).u32(n_tokens).i32(7);
         words.0.extend(state);
         fs::write(file.path(), words.0).unwrap();
-        let mut ctx = Context::new(small_params(1, true, 8, false)).unwrap();
+        let mut ctx = place::context(small_params(1, true, 8, false)).unwrap();
         let loaded = if magic == 0x6767_736e {
             ctx.state_load_file(file.path(), 4)
         } else {

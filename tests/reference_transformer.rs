@@ -4,9 +4,11 @@
 //! restored and cut to the prompt, and decoding goes on with other tokens. The logits must be those of an engine
 //! that decoded the prompt and these tokens and never saved anything.
 
+mod place;
 mod transformer;
 
 use kvstate::Context;
+use kvstate::format::GgmlType;
 use kvstate::storage::CellMap;
 use kvstate::types::{Pos, Run, Seq, SeqId, StateFlags, Swa, SwaType, Token};
 use transformer::{Engine, Logits, Setup, tokens};
@@ -508,4 +510,53 @@ fn a_shift_that_is_not_applied_changes_the_logits() {
     assert_eq!(engine.cache.pending_shifts(0, 0).unwrap().count(), 24);
     engine.cache.shift_done();
     assert!(engine.decode(1, N_SHIFTED, &next())[0].distance(&want[0]) > 0.01);
+}
+
+/// How far logits are from those of a run that had the prompt where the shift moves it to, with and without K turned
+/// by kvstate.
+fn distances_after_moving_all(setup: Setup, by: Pos) -> [f32; 2] {
+    let mut recomputed = setup.start();
+    recomputed.decode(1, by, &prompt());
+    let want = recomputed.decode(1, by + N_PROMPT, &next());
+    [true, false].map(|is_applied| {
+        let mut engine = setup.start();
+        engine.decode(1, 0, &prompt());
+        engine.cache.seq_add(1, 0, -1, by).unwrap();
+        if !is_applied {
+            engine.cache.shift_done();
+        }
+        let logits = engine.decode(1, by + N_PROMPT, &next());
+        logits.iter().zip(&want).map(|(got, want)| got.distance(want)).fold(0.0, f32::max)
+    })
+}
+
+#[test]
+fn k_that_kvstate_has_turned_gives_the_logits_of_a_recomputed_run() {
+    for swa in [Swa::NONE, window(SwaType::Standard)] {
+        for setup in Setup::new(swa).layouts() {
+            let setup = Setup { rope: true, ..setup };
+            let tolerance = if setup.element == GgmlType::F32 { 1e-4 } else { 1e-2 };
+            for by in [1, 40, 3000] {
+                let [applied, left_out] = distances_after_moving_all(setup, by);
+                assert!(applied < tolerance, "{applied} by {by}, {setup:?}");
+                assert!(left_out > 0.1, "{left_out} by {by} without the shift, {setup:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn kvstate_turns_k_of_a_context_shift_as_the_engine_does() {
+    for setup in Setup::new(window(SwaType::Standard)).layouts() {
+        let tolerance = if setup.element == GgmlType::F32 { 1e-4 } else { 1e-2 };
+        let want = after_a_context_shift(setup).decode(1, N_SHIFTED, &next());
+        let setup = Setup { rope: true, ..setup };
+        let mut engine = after_a_context_shift(setup);
+        let state = save(&mut engine.cache, 1, NONE);
+        engine.cache.clear(true).unwrap();
+        restore(&mut engine.cache, &state, 1, NONE);
+        for (got, want) in engine.decode(1, N_SHIFTED, &next()).iter().zip(&want) {
+            assert!(got.distance(want) < tolerance, "{} {setup:?}", got.distance(want));
+        }
+    }
 }

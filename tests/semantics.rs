@@ -1,6 +1,8 @@
 //! The rules of docs/semantics.md, one test each.
 #![allow(missing_docs, reason = "a test")]
 
+mod place;
+
 use std::sync::{Arc, Mutex};
 
 use kvstate::context::{PendingShift, Shift, UbatchToken};
@@ -37,7 +39,7 @@ fn params(n_seq_max: u32, sections: &[KvParams]) -> ContextParams {
 }
 
 fn context(n_seq_max: u32, sections: &[KvParams]) -> Context {
-    Context::new(params(n_seq_max, sections)).unwrap()
+    place::context(params(n_seq_max, sections)).unwrap()
 }
 
 fn full(kv_size: u32) -> Context {
@@ -159,7 +161,7 @@ fn a_partial_state_of_an_iswa_pair_is_its_window_alone() {
 fn masked_cells_of_a_whole_state_can_be_bounded_newest_first() {
     let sections = [kv(64, standard(8))];
     let mut source =
-        Context::new(ContextParams { max_masked_cells: Some(5), ..params(1, &sections) }).unwrap();
+        place::context(ContextParams { max_masked_cells: Some(5), ..params(1, &sections) }).unwrap();
     decode(&mut source, 0, 0..30);
     let state = save(&mut source, 0, NONE);
     let mut target = context(1, &sections);
@@ -171,7 +173,7 @@ fn masked_cells_of_a_whole_state_can_be_bounded_newest_first() {
 fn a_bound_on_masked_cells_leaves_a_position_whole_or_out() {
     let sections = [kv(64, standard(4))];
     let mut source =
-        Context::new(ContextParams { max_masked_cells: Some(2), ..params(1, &sections) }).unwrap();
+        place::context(ContextParams { max_masked_cells: Some(2), ..params(1, &sections) }).unwrap();
     decode(&mut source, 0, [0, 1, 1, 1, 2, 3, 4, 5, 6]);
     let state = save(&mut source, 0, NONE);
     let mut target = context(1, &sections);
@@ -209,7 +211,7 @@ fn an_empty_sequence_restores_to_an_empty_destination() {
 fn a_state_restores_whatever_the_numbers_of_streams_are() {
     let sections = [kv(16, Swa::NONE), kv(16, standard(4))];
     let streams =
-        |n_seq_max| Context::new(ContextParams { unified: false, ..params(n_seq_max, &sections) }).unwrap();
+        |n_seq_max| place::context(ContextParams { unified: false, ..params(n_seq_max, &sections) }).unwrap();
     let mut sources = [streams(5), streams(2), context(3, &sections)];
     for source in &mut sources {
         decode(source, 1, 0..9);
@@ -451,7 +453,7 @@ fn recording(calls: &Calls) -> Shift {
 }
 
 fn shifting(sections: &[KvParams], shift: Shift) -> Context {
-    Context::new(ContextParams { shift, ..params(4, sections) }).unwrap()
+    place::context(ContextParams { shift, ..params(4, sections) }).unwrap()
 }
 
 #[test]
@@ -603,7 +605,7 @@ fn seq_cp_shares_cells_within_a_stream() {
 #[test]
 fn seq_cp_between_streams_copies_a_whole_sequence_at_once() {
     let sections = [kv(16, Swa::NONE), kv(16, standard(4))];
-    let mut context = Context::new(ContextParams { unified: false, ..params(3, &sections) }).unwrap();
+    let mut context = place::context(ContextParams { unified: false, ..params(3, &sections) }).unwrap();
     decode(&mut context, 0, 0..9);
     decode(&mut context, 2, 0..2);
     // A state gives the tensors contents that can be told from zeroes.
@@ -666,7 +668,7 @@ fn a_slot_is_good_for_the_cache_as_it_was_and_for_its_own_context_only() {
 
 #[test]
 fn a_ubatch_that_makes_no_sense_or_has_no_room_is_refused() {
-    let streams = Context::new(ContextParams { unified: false, ..params(2, &[kv(4, Swa::NONE)]) }).unwrap();
+    let streams = place::context(ContextParams { unified: false, ..params(2, &[kv(4, Swa::NONE)]) }).unwrap();
     let token = |pos, seq_ids| UbatchToken { pos, ext: CellExt::default(), seq_ids };
     for (tokens, status) in [
         (vec![token(-1, &[0][..])], Status::InvalidArgument),
@@ -739,7 +741,7 @@ fn a_geometry_that_does_not_fit_itself_is_refused_by_field() {
     let bad = |change: &dyn Fn(&mut KvParams)| {
         let mut kv = kv(8, Swa::NONE);
         change(&mut kv);
-        Context::new(params(1, &[kv])).unwrap_err().to_string()
+        place::context(params(1, &[kv])).unwrap_err().to_string()
     };
     let q8 = |n_embd| TensorParams { ggml_type: GgmlType::Q8_0, n_embd };
     assert_eq!(bad(&|kv| kv.kv_size = 0), "kv.kv_size: 0 cells");
@@ -757,10 +759,10 @@ fn a_geometry_that_does_not_fit_itself_is_refused_by_field() {
     );
     assert_eq!(bad(&|kv| kv.n_rot_k = 3), "kv.n_rot_k: 3, the size of a Hadamard rotation is a power of 2");
     for n_seq_max in [0, 257] {
-        let error = Context::new(params(n_seq_max, &[kv(8, Swa::NONE)])).unwrap_err();
+        let error = place::context(params(n_seq_max, &[kv(8, Swa::NONE)])).unwrap_err();
         assert_eq!(error.to_string(), format!("n_seq_max: {n_seq_max} is out of range [1, 256]"));
     }
-    assert!(Context::new(params(1, &[])).is_err());
+    assert!(place::context(params(1, &[])).is_err());
 }
 
 #[test]

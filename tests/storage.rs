@@ -1,47 +1,95 @@
 //! The storage floor against an oracle that moves single bytes.
 #![allow(unsafe_code, reason = "adopting memory is unsafe")]
 
+mod place;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use kvstate::error::{Error, Result};
 use kvstate::storage::{
-    CellMap, Plane, PlaneShape, Region, Scatter, TensorAccess, TensorBytes, Threads, Transfer, copy_cells,
-    gather, scatter,
+    CellMap, Device, Plane, PlaneShape, Region, Scatter, Staging, StagingParams, TensorAccess, TensorBytes,
+    Threads, Transfer, copy_cells, gather, scatter, zero_cells,
 };
 use kvstate::types::Move;
 use proptest::prelude::*;
 use proptest::sample::select;
 
-/// A transfer on this many threads.
+/// A transfer on this many threads, through staging buffers for a few rows.
 fn on(threads: usize) -> Transfer {
-    Transfer::with_threads(Threads::new(threads))
+    staged(threads, 200)
 }
 
-/// Bytes before and behind an adopted plane; odd, so that nothing is aligned.
-const GUARD: usize = 7;
+/// A transfer through staging buffers of `size` bytes, the same for all transfers of a test.
+fn staged(threads: usize, size: u64) -> Transfer {
+    thread_local! {
+        static KEPT: RefCell<HashMap<u64, Transfer>> = RefCell::default();
+    }
+    let new = || {
+        let staging = Staging::new(StagingParams { size, count: 2 }, None).unwrap();
+        Transfer::new(Threads::new(threads), staging)
+    };
+    let mut kept = KEPT.with_borrow_mut(|kept| kept.entry(size).or_insert_with(new).clone());
+    kept.threads = Threads::new(threads);
+    kept
+}
+
+/// Bytes before and behind an adopted plane: odd, so that nothing is aligned, or so that all may be.
+fn guard(seed: u64) -> usize {
+    [7, 16, 8, 4][(seed % 4) as usize]
+}
 
 /// A plane's memory, every byte of it different from its neighbours.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Memory {
     kv_size: u32,
     shape: PlaneShape,
+    guard: usize,
+    /// Tells on which device it is, if it is on one.
+    layer: usize,
     bytes: Vec<u8>,
+    /// Has the bytes once there is a plane, if it is on a device.
+    on_device: Option<Plane>,
+}
+
+impl Clone for Memory {
+    fn clone(&self) -> Self {
+        let Self { kv_size, shape, guard, layer, .. } = *self;
+        Self { kv_size, shape, guard, layer, bytes: self.bytes(), on_device: None }
+    }
 }
 
 impl Memory {
     fn new(kv_size: u32, shape: PlaneShape, seed: u64) -> Self {
-        let span = usize::try_from(shape.span(kv_size).unwrap()).unwrap();
-        let mut bytes = noise(span + 2 * GUARD, seed);
-        bytes[..GUARD].fill(0xEE);
-        bytes[GUARD + span..].fill(0xEE);
-        Self { kv_size, shape, bytes }
+        let (span, guard) = (usize::try_from(shape.span(kv_size).unwrap()).unwrap(), guard(seed));
+        let mut bytes = noise(span + 2 * guard, seed);
+        bytes[..guard].fill(0xEE);
+        bytes[guard + span..].fill(0xEE);
+        Self { kv_size, shape, guard, layer: (seed / 4 % 2) as usize, bytes, on_device: None }
     }
 
-    /// The plane; it must be gone before `bytes` is used again.
+    /// The plane, where this run has planes; it must be gone before the memory is used again.
     fn plane(&mut self) -> Plane {
-        // SAFETY: `bytes` has the span and is neither moved nor used while a test uses the plane.
-        unsafe { Plane::adopt(self.bytes[GUARD..].as_mut_ptr(), self.kv_size, self.shape).unwrap() }
+        let Self { kv_size, shape, guard, .. } = *self;
+        if place::place().device(self.layer).is_none() {
+            // SAFETY: `bytes` has the span and is neither moved nor used while a test uses the plane.
+            return unsafe { Plane::adopt(self.bytes[guard..].as_mut_ptr(), kv_size, shape).unwrap() };
+        }
+        let memory = self.on_device.get_or_insert_with(|| {
+            let memory = place::allocate(self.layer, PlaneShape::dense_rows(self.bytes.len() as u64), 1);
+            place::write(&memory, 0, &self.bytes);
+            memory
+        });
+        let start = memory.as_ptr().addr() + guard;
+        // SAFETY: it is all in the device's memory, which stays while a test uses the plane.
+        unsafe { Plane::adopt_device(start as u64, kv_size, shape).unwrap() }
+    }
+
+    /// What is in it now.
+    fn bytes(&self) -> Vec<u8> {
+        self.on_device.as_ref().map_or_else(|| self.bytes.clone(), place::all)
     }
 
     /// Channels and bytes of an element.
@@ -65,7 +113,7 @@ impl Memory {
                             channel * channel_stride + u64::from(cell) * cell_stride
                         }
                     };
-                    order.push(GUARD + usize::try_from(offset + byte).unwrap());
+                    order.push(self.guard + usize::try_from(offset + byte).unwrap());
                 }
             }
         }
@@ -73,14 +121,17 @@ impl Memory {
     }
 
     fn gathered(&self, cells: &[u32]) -> Vec<u8> {
-        self.blob_order(cells).into_iter().map(|i| self.bytes[i]).collect()
+        let bytes = self.bytes();
+        self.blob_order(cells).into_iter().map(|i| bytes[i]).collect()
     }
 
-    fn scattered(mut self, blob: &[u8], cells: &[u32]) -> Self {
+    /// Its bytes, but for those of `cells`, which are `blob`.
+    fn scattered(&self, blob: &[u8], cells: &[u32]) -> Vec<u8> {
+        let mut bytes = self.bytes();
         for (i, byte) in self.blob_order(cells).into_iter().zip(blob) {
-            self.bytes[i] = *byte;
+            bytes[i] = *byte;
         }
-        self
+        bytes
     }
 }
 
@@ -88,6 +139,7 @@ impl Memory {
 #[derive(Debug)]
 struct Remote {
     bytes: Mutex<Vec<u8>>,
+    guard: usize,
     calls_left: AtomicUsize,
 }
 
@@ -95,7 +147,8 @@ const TENSOR: usize = 42;
 
 impl Remote {
     fn new(memory: &Memory, calls_left: usize) -> Arc<Self> {
-        Arc::new(Self { bytes: Mutex::new(memory.bytes.clone()), calls_left: AtomicUsize::new(calls_left) })
+        let bytes = Mutex::new(memory.bytes());
+        Arc::new(Self { bytes, guard: memory.guard, calls_left: AtomicUsize::new(calls_left) })
     }
 
     fn plane(self: &Arc<Self>, memory: &Memory) -> Plane {
@@ -112,14 +165,14 @@ impl Remote {
 impl TensorAccess for Remote {
     fn get(&self, tensor: usize, offset: u64, out: &mut [u8]) -> Result<()> {
         self.call("get", tensor, out)?;
-        let offset = GUARD + usize::try_from(offset).unwrap();
+        let offset = self.guard + usize::try_from(offset).unwrap();
         out.copy_from_slice(&self.bytes.lock().unwrap()[offset..][..out.len()]);
         Ok(())
     }
 
     fn set(&self, tensor: usize, offset: u64, bytes: &[u8]) -> Result<()> {
         self.call("set", tensor, bytes)?;
-        let offset = GUARD + usize::try_from(offset).unwrap();
+        let offset = self.guard + usize::try_from(offset).unwrap();
         self.bytes.lock().unwrap()[offset..][..bytes.len()].copy_from_slice(bytes);
         Ok(())
     }
@@ -136,9 +189,10 @@ fn noise(len: usize, seed: u64) -> Vec<u8> {
 }
 
 fn shapes(kv_size: u32) -> impl Strategy<Value = PlaneShape> {
-    let gap = || prop_oneof![Just(0_u64), 1..9_u64];
-    let rows = (1..70_u64, gap())
-        .prop_map(|(row_size, gap)| PlaneShape::Rows { row_size, cell_stride: row_size + gap });
+    let gap = || prop_oneof![Just(0_u64), 1..9_u64, select(vec![8_u64, 16])];
+    let size = prop_oneof![1..70_u64, (1..6_u64).prop_map(|n| 16 * n)];
+    let rows =
+        (size, gap()).prop_map(|(row_size, gap)| PlaneShape::Rows { row_size, cell_stride: row_size + gap });
     let channels = (1..9_u32, select(vec![1_u32, 2, 3, 4, 8, 18]), gap(), gap(), any::<bool>()).prop_map(
         move |(n_channel, elem_size, inner_gap, outer_gap, interleaved)| {
             let inner = u64::from(elem_size) + inner_gap;
@@ -261,8 +315,11 @@ proptest! {
     #[test]
     fn contiguous_bytes_are_what_gather_writes((mut memory, cells) in memory_and_cells(), max in 0..300_u64) {
         let order = memory.blob_order(&cells);
-        let in_one_piece = !order.is_empty() && order.windows(2).all(|pair| pair[0] + 1 == pair[1]);
         let plane = memory.plane();
+        // Bytes of a device cannot be lent.
+        let in_one_piece = plane.device().is_none()
+            && !order.is_empty()
+            && order.windows(2).all(|pair| pair[0] + 1 == pair[1]);
         let region = Region::new(&plane, &map_of(&cells)).unwrap();
         prop_assert_eq!(region.as_contiguous().is_some(), in_one_piece);
         for piece in region.clone().split(max).chain([region]) {
@@ -283,12 +340,12 @@ proptest! {
         let source = Memory::new(n_src, dense_like(memory.shape, n_src), seed);
         let blob = source.gathered(&(0..n_src).collect::<Vec<_>>());
         let moved = source.gathered(&(spare..n_src).collect::<Vec<_>>());
-        let expected = memory.clone().scattered(&moved, &order);
+        let expected = memory.scattered(&moved, &order);
 
         let mut plane = memory.plane();
         scatter_one(&mut plane, &map, n_src, &blob).unwrap();
         prop_assert_eq!(gather_one(Region::new(&plane, &map_of(&order)).unwrap()), moved);
-        prop_assert_eq!(memory.bytes, expected.bytes);
+        prop_assert_eq!(memory.bytes(), expected);
     }
 
     #[test]
@@ -319,7 +376,7 @@ proptest! {
         let remote = Remote::new(&memory, usize::MAX);
         let mut plane = remote.plane(&memory);
         scatter_one(&mut plane, &map, n_src, &blob).unwrap();
-        prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&moved, &order).bytes);
+        prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&moved, &order));
     }
 
     #[test]
@@ -328,17 +385,17 @@ proptest! {
         let zeroes = vec![0; memory.blob_order(&cells).len()];
         let remote = Remote::new(&memory, usize::MAX);
         remote.plane(&memory).zero_all(&on(1)).unwrap();
-        prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&zeroes, &cells).bytes);
+        prop_assert_eq!(&*remote.bytes.lock().unwrap(), &memory.scattered(&zeroes, &cells));
     }
 
     #[test]
     fn pieces_are_the_bytes_of_the_region_in_blob_order((mut memory, cells) in memory_and_cells()) {
-        let order = memory.blob_order(&cells);
+        let (order, guard) = (memory.blob_order(&cells), memory.guard);
         let plane = memory.plane();
         let mut named = Vec::new();
         let region = Region::new(&plane, &map_of(&cells)).unwrap();
         region.each_piece(|offset, bytes| {
-            let start = GUARD + usize::try_from(offset).unwrap();
+            let start = guard + usize::try_from(offset).unwrap();
             named.extend(start..start + bytes);
             Ok(())
         }).unwrap();
@@ -349,17 +406,99 @@ proptest! {
     fn zero_all_clears_the_cells_and_no_other_byte((mut memory, _) in memory_and_cells()) {
         let cells: Vec<u32> = (0..memory.kv_size).collect();
         let zeroes = vec![0; memory.blob_order(&cells).len()];
-        let expected = memory.clone().scattered(&zeroes, &cells);
+        let expected = memory.scattered(&zeroes, &cells);
         memory.plane().zero_all(&on(1)).unwrap();
-        prop_assert_eq!(memory.bytes, expected.bytes);
+        prop_assert_eq!(memory.bytes(), expected);
     }
 
     #[test]
     fn copy_cells_copies_the_cells_and_no_other_byte((mut memory, cells) in memory_and_cells(), seed in any::<u64>()) {
         let mut source = Memory::new(memory.kv_size, memory.shape, seed);
-        let expected = memory.clone().scattered(&source.gathered(&cells), &cells);
+        let expected = memory.scattered(&source.gathered(&cells), &cells);
         copy_cells(vec![(&mut memory.plane(), &source.plane())], &map_of(&cells), &on(1)).unwrap();
-        prop_assert_eq!(memory.bytes, expected.bytes);
+        prop_assert_eq!(memory.bytes(), expected);
+    }
+
+    #[test]
+    fn zero_cells_clears_the_cells_and_no_other_byte(
+        (mut a, a_cells) in memory_and_cells(), (mut b, b_cells) in memory_and_cells()
+    ) {
+        let zeroed = |memory: &Memory, cells: &[u32]| {
+            memory.scattered(&vec![0; memory.blob_order(cells).len()], cells)
+        };
+        let expected = (zeroed(&a, &a_cells), zeroed(&b, &b_cells));
+        zero_cells(vec![(&mut a.plane(), &map_of(&a_cells)), (&mut b.plane(), &map_of(&b_cells))], &on(1)).unwrap();
+        prop_assert_eq!((a.bytes(), b.bytes()), expected);
+    }
+
+    #[test]
+    fn get_and_set_reach_any_bytes_of_a_plane_and_no_others(
+        (mut memory, _) in memory_and_cells(), start in any::<prop::sample::Index>(), seed in any::<u64>()
+    ) {
+        let (before, guard) = (memory.bytes(), memory.guard);
+        let span = before.len() - 2 * guard;
+        let start = start.index(span);
+        let bytes = noise(span - start, seed);
+        let mut plane = memory.plane();
+        let mut got = vec![0; bytes.len()];
+        plane.get(start as u64, &mut got, &on(1)).unwrap();
+        prop_assert_eq!(&got, &before[guard + start..][..bytes.len()]);
+        plane.set(start as u64, &bytes, &on(1)).unwrap();
+        let behind = [&bytes[..], &[0]].concat();
+        prop_assert!(is_refused(&plane.set(start as u64, &behind, &on(1))));
+        prop_assert!(is_refused(&plane.get(start as u64, &mut [&got[..], &[0]].concat(), &on(1))));
+        prop_assert_eq!(memory.bytes(), [&before[..guard + start], &bytes, &before[guard + span..]].concat());
+    }
+
+    #[test]
+    fn a_batch_is_the_same_whatever_the_staging_and_wherever_its_blob(
+        (mut a, a_cells) in memory_and_cells(), (mut b, b_cells) in memory_and_cells(), dropped in 0..4_usize,
+        size in select(vec![1_u64, 64, 999, 1 << 16]), seed in any::<u64>(),
+    ) {
+        let transfer = staged(1, size);
+        let blob = [a.gathered(&a_cells), b.gathered(&b_cells)].concat();
+        let (a_plane, b_plane) = (a.plane(), b.plane());
+        let regions = [
+            (0, Region::new(&a_plane, &map_of(&a_cells)).unwrap()),
+            (a.blob_order(&a_cells).len() as u64, Region::new(&b_plane, &map_of(&b_cells)).unwrap()),
+        ];
+        let mut out = place::Pinned::new(&vec![0xEE; blob.len()]);
+        gather(&regions, &mut out, &transfer, None).unwrap();
+        prop_assert_eq!(&out[..], &blob[..]);
+        drop(regions);
+
+        // Back to where they were, but for some cells at the start, and other bytes.
+        let blob = noise(blob.len(), seed);
+        let (a_blob, b_blob) = blob.split_at(a.blob_order(&a_cells).len());
+        let pinned = place::Pinned::new(&blob);
+        let mut file = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut file, &blob).unwrap();
+        let kept = |memory: &Memory, cells: &[u32], blob: &[u8]| {
+            let source = Memory::new(u32::try_from(cells.len()).unwrap().max(1), dense_like(memory.shape, u32::try_from(cells.len()).unwrap().max(1)), 0);
+            let kept: Vec<u32> = (0..source.kv_size).skip(dropped).take(cells.len().saturating_sub(dropped)).collect();
+            let order = source.blob_order(&kept);
+            let bytes: Vec<u8> = order.into_iter().map(|i| blob[i - source.guard]).collect();
+            memory.scattered(&bytes, &cells[dropped.min(cells.len())..])
+        };
+        let expected = (kept(&a, &a_cells, a_blob), kept(&b, &b_cells, b_blob));
+        let map = |cells: &[u32]| CellMap::new(Move::of_pairs((0..).zip(cells.iter().copied()).skip(dropped))).unwrap();
+        let (a_map, b_map) = (map(&a_cells), map(&b_cells));
+        for from in 0..3 {
+            let (mut a, mut b) = (a.clone(), b.clone());
+            let (mut a_plane, mut b_plane) = (a.plane(), b.plane());
+            let src = |start: usize, len: usize| match from {
+                0 => TensorBytes::Memory(&blob[start..][..len]),
+                1 => TensorBytes::Memory(&pinned[start..][..len]),
+                _ => TensorBytes::File { file: &file, offset: start as u64, len: len as u64 },
+            };
+            let n_src = |cells: &[u32]| u32::try_from(cells.len()).unwrap();
+            let mut batch = [
+                Scatter { plane: &mut a_plane, map: &a_map, n_src: n_src(&a_cells), src: src(0, a_blob.len()) },
+                Scatter { plane: &mut b_plane, map: &b_map, n_src: n_src(&b_cells), src: src(a_blob.len(), b_blob.len()) },
+            ];
+            scatter(&mut batch, &transfer, None).unwrap();
+            prop_assert_eq!((a.bytes(), b.bytes()), expected.clone(), "from {}", ["memory", "pinned memory", "a file"][from]);
+        }
     }
 
     #[test]
@@ -370,11 +509,11 @@ proptest! {
         let (start, len) = if near { (start % kv_size, kv_size - start % kv_size + 1) } else { (start, len) };
         prop_assume!(u64::from(start) + u64::from(len) > u64::from(kv_size));
         prop_assume!(start.checked_add(len).is_some());
-        let before = memory.bytes.clone();
+        let before = memory.bytes();
         let blob = noise(memory.blob_order(&(0..kv_size).collect::<Vec<_>>()).len(), 1);
         let mut other = Memory::new(kv_size, memory.shape, 1);
         let mut fine = Memory::new(kv_size, memory.shape, 2);
-        let fine_before = fine.bytes.clone();
+        let fine_before = fine.bytes();
         let good = CellMap::of_run(0, kv_size).unwrap();
 
         let inside = cells.iter().copied().filter(|&cell| cell < start);
@@ -402,8 +541,8 @@ proptest! {
             ]);
             prop_assert!(is_refused(&result));
         }
-        prop_assert_eq!(memory.bytes, before);
-        prop_assert_eq!(fine.bytes, fine_before);
+        prop_assert_eq!(memory.bytes(), before);
+        prop_assert_eq!(fine.bytes(), fine_before);
     }
 
     #[test]
@@ -545,9 +684,9 @@ fn cells_are_not_copied_between_tensors_behind_calls() {
     let (mut memory, remote) = remote_rows(usize::MAX);
     let mut plane = remote.plane(&memory);
     assert!(is_refused(&copy_cells(vec![(&mut plane, &memory.plane())], &all_rows(), &on(1))));
-    let before = memory.bytes.clone();
+    let before = memory.bytes();
     assert!(is_refused(&copy_cells(vec![(&mut memory.plane(), &plane)], &all_rows(), &on(1))));
-    assert_eq!(memory.bytes, before);
+    assert_eq!(memory.bytes(), before);
 }
 
 #[test]
@@ -557,7 +696,7 @@ fn a_large_remote_plane_is_zeroed_in_pieces() {
     remote.plane(&memory).zero_all(&on(1)).unwrap();
     assert_eq!(remote.calls_left.load(Ordering::Relaxed), 0);
     let expected = memory.scattered(&vec![0; 200_000], &[0, 1, 2, 3]);
-    assert!(*remote.bytes.lock().unwrap() == expected.bytes);
+    assert!(*remote.bytes.lock().unwrap() == expected);
 }
 
 #[test]
@@ -586,7 +725,11 @@ fn allocated_planes_are_zeroed_and_apart() {
         PlaneShape::dense_channels(5, 2, kv_size),
         PlaneShape::Rows { row_size: 3, cell_stride: 10 },
     ];
-    let mut planes = Plane::allocate(&shapes.repeat(2), kv_size).unwrap();
+    let mut planes = match place::place().device(0) {
+        None => Plane::allocate(&shapes.repeat(2), kv_size),
+        Some(device) => Plane::allocate_on(&Device::open(device).unwrap(), &shapes.repeat(2), kv_size),
+    }
+    .unwrap();
     assert_eq!(planes.len(), 6);
     let all = Arc::new(CellMap::of_run(0, kv_size).unwrap());
     for plane in &planes {
@@ -694,7 +837,8 @@ fn large_regions_are_copied_byte_for_byte_whatever_their_alignment() {
 /// As many bytes as threads are started for and as go past the cache: whatever the layout, the threads and the source.
 #[test]
 fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
-    const KV_SIZE: u32 = 24_000;
+    // Enough for threads to be started and for copies past the cache; emulated kernels take their time.
+    let kv_size = if place::place() == place::Place::Host { 24_000 } else { 1_000 };
     let mut x = 0x2545_F491_4F6C_DD1D_u64;
     let mut is_chosen = |_: &u32| {
         x ^= x << 13;
@@ -702,21 +846,21 @@ fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
         x ^= x << 17;
         x & 1 == 0
     };
-    let random: Vec<u32> = (0..KV_SIZE).filter(&mut is_chosen).collect();
-    let runs: Vec<u32> = (0..KV_SIZE).filter(|cell| cell / 300 % 2 == 0 || cell / 16 % 2 == 0).collect();
+    let random: Vec<u32> = (0..kv_size).filter(&mut is_chosen).collect();
+    let runs: Vec<u32> = (0..kv_size).filter(|cell| cell / 300 % 2 == 0 || cell / 16 % 2 == 0).collect();
     let shapes = [
         PlaneShape::dense_rows(256),
         PlaneShape::dense_rows(4),
         PlaneShape::Rows { row_size: 250, cell_stride: 256 },
-        PlaneShape::dense_channels(128, 2, KV_SIZE),
-        PlaneShape::dense_channels(96, 4, KV_SIZE),
-        PlaneShape::dense_channels(300, 1, KV_SIZE),
-        PlaneShape::dense_channels(33, 8, KV_SIZE),
+        PlaneShape::dense_channels(128, 2, kv_size),
+        PlaneShape::dense_channels(96, 4, kv_size),
+        PlaneShape::dense_channels(300, 1, kv_size),
+        PlaneShape::dense_channels(33, 8, kv_size),
         PlaneShape::Channels { n_channel: 128, elem_size: 2, cell_stride: 256, channel_stride: 2 },
     ];
     for cells in [random, runs] {
         let mut memories: Vec<Memory> =
-            shapes.iter().zip(1..).map(|(&shape, seed)| Memory::new(KV_SIZE, shape, seed)).collect();
+            shapes.iter().zip(1..).map(|(&shape, seed)| Memory::new(kv_size, shape, seed)).collect();
         let expected: Vec<u8> = memories.iter().flat_map(|memory| memory.gathered(&cells)).collect();
         let map = map_of(&cells);
         let n_src = map.n_cells();
@@ -732,7 +876,7 @@ fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
                 })
                 .collect();
             let mut out = vec![0; expected.len()];
-            gather(&batch, &mut out, &on(threads), None).unwrap();
+            gather(&batch, &mut out, &staged(threads, 1 << 16), None).unwrap();
             assert!(out == expected, "gather, {threads} threads");
         }
 
@@ -740,12 +884,12 @@ fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
         let mut file = tempfile::tempfile().unwrap();
         std::io::Write::write_all(&mut file, &blob).unwrap();
         let mut at = 0;
-        let after: Vec<Memory> = memories
+        let after: Vec<Vec<u8>> = memories
             .iter()
             .map(|memory| {
                 let n = memory.gathered(&cells).len();
                 at += n;
-                memory.clone().scattered(&blob[at - n..at], &cells)
+                memory.scattered(&blob[at - n..at], &cells)
             })
             .collect();
         for (threads, from_file) in [(1, false), (2, false), (3, false), (1, true), (3, true)] {
@@ -766,13 +910,10 @@ fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
                     Scatter { plane, map: &map, n_src, src }
                 })
                 .collect();
-            scatter(&mut batch, &on(threads), None).unwrap();
+            scatter(&mut batch, &staged(threads, 1 << 16), None).unwrap();
             drop(planes);
             for (i, (fresh, after)) in fresh.iter().zip(&after).enumerate() {
-                assert!(
-                    fresh.bytes == after.bytes,
-                    "scatter, plane {i}, {threads} threads, file {from_file}"
-                );
+                assert!(fresh.bytes() == *after, "scatter, plane {i}, {threads} threads, file {from_file}");
             }
         }
     }

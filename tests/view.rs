@@ -18,7 +18,7 @@ use kvstate::{ContextParams, Status};
 use owner::{Call, Image, Owner, Tape, Turns};
 use proptest::prelude::*;
 use proptest::sample::select;
-use support::{NONE, ON_DEVICE, PARTIAL, Tok, kv, standard, stream_of, tensor, windowed};
+use support::{NONE, ON_DEVICE, PARTIAL, Tok, kv, place, standard, stream_of, tensor, windowed};
 
 /// A managed context, and owners of the same cells and bytes.
 struct Pair {
@@ -32,7 +32,7 @@ impl Pair {
         let names: &[&'static str] = if sections.len() == 1 { &["kv"] } else { &["base", "swa"] };
         let owners = names.iter().zip(sections);
         Self {
-            ctx: Context::new(params).expect("a context"),
+            ctx: place::context(params).expect("a context"),
             owners: owners.map(|(name, kv)| Owner::new(name, kv, n_seq_max, unified, remote)).collect(),
         }
     }
@@ -508,12 +508,8 @@ fn sections_of_the_caller_stand_between_views() {
     assert_eq!(reader.offset(), 8);
     reader.read(&mut first).expect("metadata");
     reader.read_kv_cache(pair.owners[0].view()).expect("a section");
-    let mut planes = Plane::allocate(&[PlaneShape::dense_rows(6)], 1).expect("memory");
-    let to = planes.remove(0);
-    // SAFETY: `to` outlives the reader, and nobody else uses it meanwhile.
-    #[expect(unsafe_code, reason = "a tensor of the caller's")]
-    let adopted = unsafe { Plane::adopt(to.as_ptr(), 1, to.shape()) }.expect("a plane");
-    reader.read_tensor(adopted).expect("a tensor");
+    let to = place::allocate(0, PlaneShape::dense_rows(6), 1);
+    reader.read_tensor(place::lent(&to)).expect("a tensor");
     assert_eq!(support::read_cell(&to, 0), [0; 6], "the batch is not copied yet");
     reader.read(&mut middle).expect("metadata");
     reader.read_kv_cache(pair.owners[1].view()).expect("a section");

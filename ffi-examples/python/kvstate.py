@@ -36,6 +36,23 @@ class KvsError(Exception):
 # Structs, as in kvstate.h
 
 
+class _RopeParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("rope_type", C.c_uint32),
+        ("n_embd_head", C.c_uint32),
+        ("n_rope_dims", C.c_uint32),
+        ("n_embd_nope", C.c_uint32),
+        ("freq_base", C.c_float),
+        ("freq_scale", C.c_float),
+        ("freq_factors", C.POINTER(C.c_float)),
+        ("ext_factor", C.c_float),
+        ("beta_fast", C.c_float),
+        ("beta_slow", C.c_float),
+        ("n_ctx_orig", C.c_uint32),
+    ]
+
+
 class _LayerParams(C.Structure):
     _fields_ = [
         ("struct_size", C.c_size_t),
@@ -52,6 +69,7 @@ class _LayerParams(C.Structure):
         ("v_stream_stride", C.c_uint64),
         ("device", C.c_int32),
         ("reserved", C.c_uint32),
+        ("rope", C.POINTER(_RopeParams)),
     ]
 
 
@@ -180,6 +198,7 @@ def _load():
         ("kvs_clear_last_error", None),
         ("kvs_version", u32),
         ("kvs_row_size", C.c_uint64, i32, u32),
+        ("kvs_rope_params_init", i32, C.POINTER(_RopeParams), size),
         ("kvs_kv_layer_params_init", i32, C.POINTER(_LayerParams), size),
         ("kvs_kv_params_init", i32, C.POINTER(_KvParams), size),
         ("kvs_section_params_init", i32, C.POINTER(_SectionParams), size),
@@ -203,6 +222,7 @@ def _load():
         ("kvs_memory_seq_pos_min", pos, ctx, seq),
         ("kvs_memory_seq_pos_max", pos, ctx, seq),
         ("kvs_memory_can_shift", C.c_bool, ctx),
+        ("kvs_shift_apply", i32, ctx),
         ("kvs_state_get_size", size, ctx),
         ("kvs_state_get_data", size, ctx, C.c_void_p, size),
         ("kvs_state_set_data", size, ctx, C.c_void_p, size),
@@ -291,10 +311,16 @@ def device_check(device):
 
 
 class Layer:
-    """K and V of a layer; n_embd_v 0: no V. device: the number of a CUDA device, or host memory."""
+    """K and V of a layer; n_embd_v 0: no V; rope: fields of kvs_rope_params as a dict, if kvstate rotates K;
+    device: the number of a CUDA device, or DEVICE_HOST."""
 
-    def __init__(self, n_embd_k, n_embd_v, type_k=TYPE_F16, type_v=TYPE_F16, device=DEVICE_HOST):
+    def __init__(self, n_embd_k, n_embd_v, type_k=TYPE_F16, type_v=TYPE_F16, rope=None, device=DEVICE_HOST):
         self.fields = dict(n_embd_k_gqa=n_embd_k, n_embd_v_gqa=n_embd_v, type_k=type_k, type_v=type_v, device=device)
+        if rope is not None:
+            rope = dict(rope)
+            if "freq_factors" in rope:
+                rope["freq_factors"] = (C.c_float * len(rope["freq_factors"]))(*rope["freq_factors"])
+            self.fields["rope"] = C.pointer(_init(_RopeParams, _lib.kvs_rope_params_init, **rope))
 
 
 class Kv:
@@ -436,6 +462,10 @@ class Context:
 
     def can_shift(self):
         return _lib.kvs_memory_can_shift(self._mem)
+
+    def shift_apply(self):
+        """Rotates K of cells whose position was changed, before a decode."""
+        _checked(_lib.kvs_shift_apply(self._ctx))
 
     # States
 

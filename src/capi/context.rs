@@ -3,7 +3,9 @@
 use std::ffi::{c_char, c_void};
 use std::ptr;
 
-use super::handle::{free_handle, into_handle, kvs_context, out, string, with_context, with_context_mut};
+use super::handle::{
+    array, free_handle, into_handle, kvs_context, out, string, with_context, with_context_mut,
+};
 use super::params::{self, Params};
 use super::status::{kvs_status, status_of, value_or};
 use super::transfer_params::UserData;
@@ -12,11 +14,11 @@ use crate::context::{Context, ContextParams, PendingShift, Shift};
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
 use crate::memory::{
-    KvMemory, KvParams, KvPlanes, LayerParams, LegacyRotation, SectionParams, Streams, TensorParams,
-    swa_kv_size,
+    KvMemory, KvParams, KvPlanes, LayerParams, LegacyRotation, RopeParams, SectionParams, Streams,
+    TensorParams, swa_kv_size,
 };
 use crate::storage::{Plane, PlaneShape, StagingParams, Threads};
-use crate::types::{Swa, SwaType};
+use crate::types::{RopeType, Swa, SwaType};
 
 /// Type numbers of ggml that K and V may have; any other number of ggml's is accepted for its size.
 pub const KVS_TYPE_F32: i32 = 0;
@@ -56,6 +58,43 @@ pub const KVS_LEGACY_ROTATION_ROTATED: u32 = 1;
 /// Files older than version 4 were made without rotation.
 pub const KVS_LEGACY_ROTATION_PLAIN: u32 = 2;
 
+/// RoPE turns neighbouring elements of a head: 2 * i and 2 * i + 1. The number is llama.h's.
+pub const KVS_ROPE_TYPE_NORM: u32 = 0;
+/// RoPE turns elements of two halves of a head: i and i + n_rope_dims / 2.
+pub const KVS_ROPE_TYPE_NEOX: u32 = 2;
+
+/// RoPE of a layer, as the model applies it to K. Fill with kvs_rope_params_init first.
+///
+/// There is no attn_factor: K was scaled when it was computed, and a shift only turns it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvs_rope_params {
+    /// sizeof(kvs_rope_params), set by the init call.
+    pub struct_size: usize,
+    /// KVS_ROPE_TYPE_*, by default NORM. Models whose positions have several parts (M-RoPE) cannot be shifted.
+    pub rope_type: u32,
+    /// Elements of a head of K.
+    pub n_embd_head: u32,
+    /// Elements of a head that are turned; 0: all.
+    pub n_rope_dims: u32,
+    /// Elements of a head before those that are turned (MLA caches that begin with the latent part).
+    pub n_embd_nope: u32,
+    /// Base of the frequencies, of this layer (local layers can have one of their own); by default 10000.
+    pub freq_base: f32,
+    /// What positions are multiplied with, of this layer; by default 1.
+    pub freq_scale: f32,
+    /// By what each pair's frequency is divided, n_rope_dims / 2 factors; NULL: none.
+    pub freq_factors: *const f32,
+    /// Share of YaRN's extrapolation; by default 0, and the fields below are not looked at.
+    pub ext_factor: f32,
+    /// YaRN: pairs that turn more often than this in the original context are extrapolated; by default 32.
+    pub beta_fast: f32,
+    /// YaRN: pairs that turn less often than this in the original context are scaled; by default 1.
+    pub beta_slow: f32,
+    /// YaRN: the context of the training.
+    pub n_ctx_orig: u32,
+}
+
 /// One layer of an attention cache. Fill with kvs_kv_layer_params_init first.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -90,6 +129,9 @@ pub struct kvs_kv_layer_params {
     pub device: i32,
     /// 0.
     pub reserved: u32,
+    /// How kvstate rotates K after kvs_memory_seq_add and seq_div. NULL in all layers of a context: it does not;
+    /// NULL in some: K of these does not depend on the position.
+    pub rope: *const kvs_rope_params,
 }
 
 /// An attention cache. Fill with kvs_kv_params_init first.
@@ -169,11 +211,11 @@ pub struct kvs_context_params {
     pub legacy_rotation: u32,
     /// Architecture name, in whole-context states; NULL: empty.
     pub arch: *const c_char,
-    /// Rotates K after kvs_memory_seq_add and seq_div; NULL: nobody does.
+    /// Rotates K after kvs_memory_seq_add and seq_div, where no layer has rope; NULL: nobody does.
     pub shift: kvs_shift_callback,
     /// For shift.
     pub shift_user_data: *mut c_void,
-    /// 1, with shift NULL: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
+    /// 1, with shift NULL and no rope: the engine promises to rotate what kvs_shift_get lists and to call kvs_shift_done
     /// before the next decode or save. A save with shifts pending fails; a decode is not checked.
     pub shift_by_engine: u32,
     /// Most masked cells beyond the window that a state with KVS_STATE_SEQ_FLAGS_NONE keeps of an SWA section.
@@ -188,6 +230,30 @@ pub struct kvs_context_params {
     /// more of them on each device. They are allocated when the first state is moved, smaller if memory is short, and
     /// freed with the context.
     pub staging_size: u64,
+}
+
+// SAFETY: repr(C), struct_size first, integers, floats and raw pointers only.
+unsafe impl Params for kvs_rope_params {
+    const NAME: &'static str = "kvs_rope_params";
+    const MIN_SIZE: usize = size_of::<Self>();
+
+    fn defaults() -> Self {
+        let rope = RopeParams::new(RopeType::Normal, 0);
+        Self {
+            struct_size: 0,
+            rope_type: KVS_ROPE_TYPE_NORM,
+            n_embd_head: 0,
+            n_rope_dims: 0,
+            n_embd_nope: 0,
+            freq_base: rope.freq_base,
+            freq_scale: rope.freq_scale,
+            freq_factors: ptr::null(),
+            ext_factor: rope.ext_factor,
+            beta_fast: rope.beta_fast,
+            beta_slow: rope.beta_slow,
+            n_ctx_orig: rope.n_ctx_orig,
+        }
+    }
 }
 
 // SAFETY: repr(C), struct_size first, integers and raw pointers only.
@@ -211,6 +277,7 @@ unsafe impl Params for kvs_kv_layer_params {
             v_stream_stride: 0,
             device: KVS_DEVICE_HOST,
             reserved: 0,
+            rope: ptr::null(),
         }
     }
 }
@@ -271,6 +338,16 @@ unsafe impl Params for kvs_context_params {
             staging_size: 0,
         }
     }
+}
+
+/// Fills the struct of struct_size bytes at params with defaults.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_rope_params_init(
+    params: *mut kvs_rope_params,
+    struct_size: usize,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe { params::init(params, struct_size) })
 }
 
 /// Fills the struct of struct_size bytes at params with defaults.
@@ -409,12 +486,10 @@ unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
     let n_stream = Streams::new(params.n_seq_max, unified)?.n_stream;
     // SAFETY: the header demands an array of n_section structs.
     let sections = unsafe { params::read_array("sections", params.sections, params.n_section as usize) }?;
-    let sections = sections
-        .iter()
-        .enumerate()
-        // SAFETY: the header demands valid pointers in it.
-        .map(|(i, section)| unsafe { section_params(i, section, n_stream) })
-        .collect::<Result<_>>()?;
+    let sections = sections.iter().enumerate();
+    // SAFETY: the header demands valid pointers in it.
+    let sections = sections.map(|(i, section)| unsafe { section_params(i, section, n_stream) });
+    let (sections, rope): (_, Vec<_>) = sections.collect::<Result<Vec<_>>>()?.into_iter().unzip();
     let arch = if params.arch.is_null() {
         String::new()
     } else {
@@ -430,15 +505,22 @@ unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
         unified,
         arch,
         sections,
-        shift: shift(params)?,
+        shift: shift(params, rope)?,
         legacy_rotation: legacy_rotation(params.legacy_rotation)?,
         max_masked_cells: (params.max_masked_cells != u32::MAX).then_some(params.max_masked_cells),
         sync_files: !flag("unsynced_files", params.unsynced_files)?,
     })
 }
 
-fn shift(params: &kvs_context_params) -> Result<Shift> {
+fn shift(params: &kvs_context_params, rope: Vec<Vec<Option<RopeParams>>>) -> Result<Shift> {
     let by_engine = flag("shift_by_engine", params.shift_by_engine)?;
+    if rope.iter().flatten().any(Option::is_some) {
+        if params.shift.is_some() || by_engine {
+            let name = if by_engine { "shift_by_engine" } else { "shift" };
+            return Err(Error::arg(name, "given beside rope of layers: one of them rotates K"));
+        }
+        return Ok(Shift::Rope(rope));
+    }
     let Some(callback) = params.shift else {
         return Ok(if by_engine { Shift::Engine } else { Shift::None });
     };
@@ -463,7 +545,12 @@ fn shift(params: &kvs_context_params) -> Result<Shift> {
     })))
 }
 
-unsafe fn section_params(i: usize, section: &kvs_section_params, n_stream: u32) -> Result<SectionParams> {
+/// The section, and RoPE of its layers.
+unsafe fn section_params(
+    i: usize,
+    section: &kvs_section_params,
+    n_stream: u32,
+) -> Result<(SectionParams, Vec<Option<RopeParams>>)> {
     if section.kind != KVS_SECTION_KV {
         let reason = format!("{} is no KVS_SECTION_*", section.kind);
         return Err(Error::arg(format!("sections[{i}].kind"), reason));
@@ -499,7 +586,48 @@ unsafe fn section_params(i: usize, section: &kvs_section_params, n_stream: u32) 
     };
     // SAFETY: the header demands memory of the sizes described, which outlives the context.
     let memory = unsafe { memory_of(&format!("sections[{i}]"), &kv, &layers, n_stream) }?;
-    Ok(SectionParams::Kv { kv, memory })
+    let rope = layers.iter().enumerate().map(|(il, layer)| {
+        // SAFETY: the header demands valid pointers, or NULL.
+        unsafe { rope_params(&format!("sections[{i}].layers[{il}].rope"), layer) }
+    });
+    Ok((SectionParams::Kv { kv, memory }, rope.collect::<Result<_>>()?))
+}
+
+unsafe fn rope_params(name: &str, layer: &kvs_kv_layer_params) -> Result<Option<RopeParams>> {
+    let rope = layer.rope;
+    if rope.is_null() {
+        return Ok(None);
+    }
+    // SAFETY: passed on.
+    let raw = unsafe { params::read(rope) }?;
+    let rope_type = match raw.rope_type {
+        KVS_ROPE_TYPE_NORM => RopeType::Normal,
+        KVS_ROPE_TYPE_NEOX => RopeType::Neox,
+        other => {
+            return Err(Error::arg(format!("{name}.rope_type"), format!("{other} is no KVS_ROPE_TYPE_*")));
+        }
+    };
+    let n_rope_dims = if raw.n_rope_dims == 0 { raw.n_embd_head } else { raw.n_rope_dims };
+    // What is too many for the row is refused later, and not read.
+    let freq_factors = if raw.freq_factors.is_null() || n_rope_dims > layer.n_embd_k_gqa {
+        Vec::new()
+    } else {
+        // SAFETY: the header demands n_rope_dims / 2 factors.
+        unsafe { array("freq_factors", raw.freq_factors, n_rope_dims as usize / 2) }?.to_vec()
+    };
+    Ok(Some(RopeParams {
+        rope_type,
+        n_embd_head: raw.n_embd_head,
+        n_rope_dims,
+        n_embd_nope: raw.n_embd_nope,
+        freq_base: raw.freq_base,
+        freq_scale: raw.freq_scale,
+        freq_factors,
+        ext_factor: raw.ext_factor,
+        beta_fast: raw.beta_fast,
+        beta_slow: raw.beta_slow,
+        n_ctx_orig: raw.n_ctx_orig,
+    }))
 }
 
 fn layer_params(name: &str, layer: &kvs_kv_layer_params) -> Result<LayerParams> {

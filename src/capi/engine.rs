@@ -10,7 +10,7 @@ use super::handle::{
 use super::params::{self, Params};
 use super::status::{kvs_status, status_of, value_or};
 use super::{kvs_pos, kvs_seq_id, kvs_token};
-use crate::context::UbatchToken;
+use crate::context::{Context, UbatchToken};
 use crate::error::{Error, Result};
 use crate::memory::TensorParams;
 use crate::storage::{Plane, PlaneShape};
@@ -316,6 +316,17 @@ pub unsafe extern "C" fn kvs_shift_done(ctx: *mut kvs_context) -> kvs_status {
             Ok(())
         })
     })
+}
+
+/// Rotates K of everything that kvs_shift_get lists, in all streams and sections, by rope of the layers or by the
+/// shift callback. An engine calls it before it decodes; a save does it for what it writes.
+///
+/// Where it fails, the shifts that were not applied stay pending. If the owner of a tensor fails where K may be rotated
+/// in part, the sequences that had it are emptied, as kvs_last_error says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_shift_apply(ctx: *mut kvs_context) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe { with_context_mut(ctx, Context::apply_pending_shifts) })
 }
 
 fn plane(plane: &Plane, params: TensorParams) -> kvs_plane {

@@ -5,8 +5,8 @@ use crate::error::{Error, Result};
 /// A parameter struct of the ABI: `#[repr(C)]`, every bit pattern valid, `usize` size first.
 ///
 /// # Safety
-/// The implementor is `#[repr(C)]`, its first field is the `usize` struct_size, and it is made of integers, raw
-/// pointers and nullable function pointers alone, so that any bytes are a value.
+/// The implementor is `#[repr(C)]`, its first field is the `usize` struct_size, and it is made of integers,
+/// floats, raw pointers and nullable function pointers alone, so that any bytes are a value.
 pub(super) unsafe trait Params: Copy {
     /// Name in messages.
     const NAME: &'static str;

@@ -127,7 +127,7 @@ pub unsafe extern "C" fn kvs_snapshot_restore(
         let snapshot = &live(snapshot)?.snapshot;
         with_context_mut(ctx, |context| match dest_seq_id {
             -1 => context.restore(snapshot),
-            _ => context.seq_restore(snapshot, dest_seq_id).map(drop),
+            _ => context.seq_restore(snapshot, dest_seq_id),
         })
     })
 }

@@ -9,11 +9,12 @@ pub use snapshot::Snapshot;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::cells::CellMeta;
+use crate::cells::{CellMeta, SeqSet};
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
-    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, Scope, SectionParams, Streams, WriteParams,
+    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, RopeParams, Scope, SectionParams, SectionRope,
+    Streams, WriteParams,
 };
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source, TensorCopies};
 use crate::storage::{
@@ -98,6 +99,11 @@ pub enum Shift {
     Engine,
     /// This callback, called before rows with a pending shift are written into a state.
     Callback(ShiftCallback),
+    /// kvstate, before rows with a pending shift are written into a state and in [`Context::apply_pending_shifts`]: RoPE
+    /// of each layer of each section, `None` for layers without. `n_rot_k` is looked at in [`crate::memory::KvParams`].
+    ///
+    /// Models whose positions have several parts (M-RoPE) cannot be shifted, here as in llama.cpp.
+    Rope(Vec<Vec<Option<RopeParams>>>),
 }
 
 impl std::fmt::Debug for Shift {
@@ -106,6 +112,46 @@ impl std::fmt::Debug for Shift {
             Self::None => "None",
             Self::Engine => "Engine",
             Self::Callback(_) => "Callback",
+            Self::Rope(_) => "Rope",
+        })
+    }
+}
+
+/// A [`Shift`] that was checked against the sections.
+enum Shifter {
+    None,
+    Engine,
+    Callback(ShiftCallback),
+    /// By section.
+    Rope(Vec<SectionRope>),
+}
+
+impl std::fmt::Debug for Shifter {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::None => f.write_str("None"),
+            Self::Engine => f.write_str("Engine"),
+            Self::Callback(_) => f.write_str("Callback"),
+            Self::Rope(sections) => sections.fmt(f),
+        }
+    }
+}
+
+impl Shifter {
+    fn new(shift: Shift, memory: &Memory) -> Result<Self> {
+        Ok(match shift {
+            Shift::None => Self::None,
+            Shift::Engine => Self::Engine,
+            Shift::Callback(callback) => Self::Callback(callback),
+            Shift::Rope(sections) => {
+                let caches = memory.kv_caches();
+                if sections.len() != caches.len() {
+                    let reason = format!("{} sections for a context of {}", sections.len(), caches.len());
+                    return Err(Error::arg("rope", reason));
+                }
+                let section = |(kv, layers): (&KvCache, &Vec<_>)| SectionRope::new(&kv.geometry, layers);
+                Self::Rope(caches.zip(&sections).map(section).collect::<Result<_>>()?)
+            }
         })
     }
 }
@@ -132,7 +178,7 @@ pub struct Context {
     id: u64,
     pub(crate) memory: Memory,
     arch: String,
-    shift: Shift,
+    shifter: Shifter,
     legacy_rotation: Option<LegacyRotation>,
     max_masked_cells: Option<u32>,
     pub(crate) sync_files: bool,
@@ -156,9 +202,9 @@ impl Context {
         let staging = Staging::new(params.staging, Some(memory.device_bytes()))?;
         Ok(Self {
             id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
+            shifter: Shifter::new(params.shift, &memory)?,
             memory,
             arch: params.arch,
-            shift: params.shift,
             legacy_rotation: params.legacy_rotation,
             max_masked_cells: params.max_masked_cells,
             sync_files: params.sync_files,
@@ -349,8 +395,8 @@ impl Context {
     // Shifts
 
     fn check_can_shift(&self) -> Result<()> {
-        let reason = if matches!(self.shift, Shift::None) {
-            "the context has no shift callback and no promise of the engine to rotate K"
+        let reason = if matches!(self.shifter, Shifter::None) {
+            "the context has no RoPE, no shift callback and no promise of the engine to rotate K"
         } else if !self.memory.sections_have_equal_size() {
             "the sections have different sizes, so they do not lose the same cells"
         } else {
@@ -387,26 +433,59 @@ impl Context {
         }
     }
 
+    /// Rotates K of every cell with a pending shift now, by RoPE or the callback: an engine calls it before it decodes.
+    ///
+    /// # Errors
+    /// [`Error::ShiftFailed`]; the shifts that were not applied stay pending. If a remote tensor's owner fails where K
+    /// may be rotated in part, the sequences that had it are emptied, as the error says.
+    pub fn apply_pending_shifts(&mut self) -> Result<()> {
+        self.apply_shifts(KvCache::shifted_streams)
+    }
+
     /// Applies every pending shift of the streams that a write would save with unrotated rows.
-    fn apply_shifts(&mut self, params: WriteParams) -> Result<()> {
-        for (section, kv) in self.memory.kv_caches_mut().enumerate() {
-            for stream in kv.pending_shifts(params) {
-                let (cells, shifts): (Vec<u32>, Vec<Pos>) = kv.shifted(stream).unzip();
-                let applied = match &mut self.shift {
-                    Shift::Callback(rotate) => {
-                        rotate(PendingShift { section, stream, cells: &cells, shifts: &shifts })
-                    }
-                    _ => Err("the engine promised to rotate K and to call shift_done before a save".into()),
-                };
-                applied.map_err(|reason| Error::ShiftFailed {
-                    n_cells: cells.len(),
-                    reason,
-                    place: kv.geometry.place(stream),
-                })?;
-                kv.shift_done(stream);
+    fn apply_shifts_before(&mut self, params: WriteParams) -> Result<()> {
+        self.apply_shifts(|kv| kv.shifted_streams_of(params))
+    }
+
+    fn apply_shifts(&mut self, streams: impl Fn(&KvCache) -> Vec<usize>) -> Result<()> {
+        for section in 0..self.n_section() {
+            for stream in streams(self.memory.kv_cache(section)?) {
+                self.apply_shifts_of_stream(section, stream)?;
             }
         }
         Ok(())
+    }
+
+    fn apply_shifts_of_stream(&mut self, section: usize, stream: usize) -> Result<()> {
+        let kv = self.memory.kv_cache_mut(section)?;
+        let (cells, shifts): (Vec<u32>, Vec<Pos>) = kv.shifted(stream).unzip();
+        let mut emptied = SeqSet::EMPTY;
+        let applied = match &mut self.shifter {
+            Shifter::Callback(rotate) => {
+                rotate(PendingShift { section, stream, cells: &cells, shifts: &shifts })
+            }
+            Shifter::Rope(sections) => {
+                kv.turn_shifted(stream, &sections[section], &self.transfer).map_err(|failure| {
+                    if !failure.rows_changed {
+                        return failure.error.to_string();
+                    }
+                    emptied = kv.shifted_seqs(stream);
+                    format!("{}; its sequences are emptied", failure.error)
+                })
+            }
+            Shifter::None | Shifter::Engine => {
+                Err("the engine promised to rotate K and to call shift_done before a save".into())
+            }
+        };
+        let place = kv.geometry.place(stream);
+        if applied.is_ok() {
+            kv.shift_done(stream);
+        }
+        for seq in emptied.iter() {
+            self.memory.seq_rm(Some(seq), PosRange::ALL);
+            self.changed();
+        }
+        applied.map_err(|reason| Error::ShiftFailed { n_cells: cells.len(), reason, place })
     }
 
     // The state of a sequence
@@ -440,7 +519,7 @@ impl Context {
         let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
         let need = self.state_seq_get_size(seq_id, flags)?;
         let dst = fitting(dst, need)?;
-        self.apply_shifts(params)?;
+        self.apply_shifts_before(params)?;
         if flags.contains(StateFlags::ON_DEVICE) {
             let mut sink = DeviceSink::new(dst);
             sink.write(&DeviceState::header(seq_id))?;
@@ -503,7 +582,7 @@ impl Context {
     /// [`Error::BufferTooSmall`] (`dst` is untouched then), [`Error::ShiftFailed`].
     pub fn state_get_data(&mut self, dst: &mut [u8]) -> Result<usize> {
         let dst = fitting(dst, self.state_get_size()?)?;
-        self.apply_shifts(self.write_params(Scope::Whole, StateFlags::empty()))?;
+        self.apply_shifts_before(self.write_params(Scope::Whole, StateFlags::empty()))?;
         let mut sink = SliceSink::new(dst);
         self.write_whole(&mut sink)?;
         sink.finish(&self.transfer)
@@ -555,7 +634,7 @@ impl Context {
 
     pub(crate) fn apply_shifts_of(&mut self, seq: Option<Seq>) -> Result<()> {
         let scope = seq.map_or(Scope::Whole, Scope::Seq);
-        self.apply_shifts(self.write_params(scope, StateFlags::empty()))
+        self.apply_shifts_before(self.write_params(scope, StateFlags::empty()))
     }
 
     /// What the state of a file would do: of a sequence to be read as `dest`, or of the whole context.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Context, consumed, fitting};
+use super::{Context, fitting};
 use crate::error::{Error, Result};
 use crate::format::{self, SEQ_BLOB_HEADER_LEN};
 use crate::memory::Scope;
@@ -84,7 +84,7 @@ impl Context {
     pub fn seq_snapshot(&mut self, seq_id: SeqId, flags: StateFlags) -> Result<Snapshot> {
         let flags = flags.difference(StateFlags::ON_DEVICE);
         let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
-        self.apply_shifts(params)?;
+        self.apply_shifts_before(params)?;
         let mut record = RecordSink::default();
         self.memory.state_write(&mut record, params)?;
         let state = record.snapshot(&self.transfer)?;
@@ -96,7 +96,7 @@ impl Context {
     /// # Errors
     /// As [`Context::seq_snapshot`].
     pub fn snapshot(&mut self) -> Result<Snapshot> {
-        self.apply_shifts(self.write_params(Scope::Whole, StateFlags::empty()))?;
+        self.apply_shifts_before(self.write_params(Scope::Whole, StateFlags::empty()))?;
         let mut record = RecordSink::default();
         self.write_whole(&mut record)?;
         let state = record.snapshot(&self.transfer)?;
@@ -108,11 +108,11 @@ impl Context {
     }
 
     /// Replaces sequence `dest` by the state in a snapshot of a sequence, of this context or of another one with the same
-    /// model; returns the bytes of the state.
+    /// model.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a snapshot of a whole context, and as [`Context::state_seq_set_data`].
-    pub fn seq_restore(&mut self, snapshot: &Snapshot, dest: SeqId) -> Result<u64> {
+    pub fn seq_restore(&mut self, snapshot: &Snapshot, dest: SeqId) -> Result<()> {
         if snapshot.seq_id.is_none() {
             return Err(Error::arg("snapshot", "is of a whole context, which is no state of a sequence"));
         }
@@ -120,8 +120,7 @@ impl Context {
         let source = Source::snapshot(&snapshot.state);
         let plan = self.memory.state_plan(&source, snapshot.flags, self.read_params(scope))?;
         self.changed();
-        self.memory.state_commit(&plan, &self.transfer, None)?;
-        Ok(consumed(&plan) as u64)
+        self.memory.state_commit(&plan, &self.transfer, None)
     }
 
     /// Replaces all sequences by those in a snapshot of a whole context.

@@ -6,6 +6,7 @@
 mod cursor;
 mod ggml;
 mod header;
+mod quants;
 
 pub use cursor::Cursor;
 pub use ggml::GgmlType;

@@ -2,7 +2,7 @@
 
 use super::KvMemory;
 use super::geometry::{Geometry, KvParams, Streams};
-use crate::cells::{CellMeta, Cells};
+use crate::cells::{CellMeta, Cells, SeqSet};
 use crate::error::{Error, Result};
 use crate::storage::{self, CellMap, Device, Plane, PlaneShape, Transfer};
 use crate::types::{Pos, PosRange, Seq};
@@ -204,6 +204,19 @@ impl KvCache {
     /// Cells with a pending shift, by stream.
     pub fn shifted(&self, stream: usize) -> impl Iterator<Item = (u32, Pos)> + '_ {
         self.cells[stream].shifted()
+    }
+
+    /// Streams with a pending shift.
+    pub fn shifted_streams(&self) -> Vec<usize> {
+        (0..self.cells.len()).filter(|&stream| self.cells[stream].has_shift()).collect()
+    }
+
+    /// The sequences of the cells of a stream with a pending shift.
+    pub fn shifted_seqs(&self, stream: usize) -> SeqSet {
+        let mut seqs = SeqSet::EMPTY;
+        let metas = self.shifted(stream).filter_map(|(cell, _)| self.cells[stream].meta(cell));
+        metas.flat_map(|meta| meta.seqs.iter()).for_each(|seq| seqs.insert(seq));
+        seqs
     }
 
     pub fn shift_done(&mut self, stream: usize) {

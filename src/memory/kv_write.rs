@@ -184,7 +184,7 @@ impl KvCache {
     }
 
     /// Streams whose pending shifts a write would save unapplied.
-    pub fn pending_shifts(&self, params: WriteParams) -> Vec<usize> {
+    pub fn shifted_streams_of(&self, params: WriteParams) -> Vec<usize> {
         if !self.geometry.writes(params.flags) {
             return Vec::new();
         }

@@ -8,16 +8,19 @@ mod kv_cache;
 mod kv_read;
 mod kv_view;
 mod kv_write;
+mod rope;
 
 pub use geometry::{KvParams, LayerParams, Streams, TensorParams, swa_kv_size};
 pub use kv_cache::KvPlanes;
 pub use kv_read::LegacyRotation;
 pub use kv_view::{KvView, SlotInfos, TensorInput, ViewCell, ViewCells};
+pub use rope::RopeParams;
 
 pub(crate) use kv_cache::KvCache;
 pub(crate) use kv_read::{KvPlan, ReadParams};
 pub(crate) use kv_view::ViewPlan;
 pub(crate) use kv_write::{Scope, WriteParams};
+pub(crate) use rope::SectionRope;
 
 use crate::error::{Error, Result};
 use crate::format::StateVersion;
@@ -130,6 +133,13 @@ impl Memory {
     pub fn kv_cache(&self, section: usize) -> Result<&KvCache> {
         let n = self.sections.len();
         self.kv_caches()
+            .nth(section)
+            .ok_or_else(|| Error::arg("section", format!("{section} is out of range [0, {n})")))
+    }
+
+    pub fn kv_cache_mut(&mut self, section: usize) -> Result<&mut KvCache> {
+        let n = self.sections.len();
+        self.kv_caches_mut()
             .nth(section)
             .ok_or_else(|| Error::arg("section", format!("{section} is out of range [0, {n})")))
     }

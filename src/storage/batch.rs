@@ -101,7 +101,7 @@ fn gather_each(
 ) -> Result<()> {
     let (on_host, on_device): (Vec<_>, Vec<_>) =
         parts.into_iter().partition(|(region, _)| region.plane.on_device().is_none());
-    for group in by_device(on_device, |(region, _)| region.plane) {
+    for group in by_device(on_device, |(region, _)| region.device()) {
         let (regions, outs): (Vec<_>, Vec<_>) = group.into_iter().unzip();
         let parts: Vec<_> = regions.iter().filter_map(|region| region.device_part()).collect();
         cuda::gather(&parts, outs, transfer, report)?;
@@ -134,7 +134,7 @@ pub fn copy_regions(regions: &[Region<'_>], transfer: &Transfer) -> Result<Vec<P
     let (on_host, on_device): (Vec<_>, Vec<_>) =
         (0..regions.len()).partition(|&i| regions[i].plane.on_device().is_none());
     let shapes = |of: &[usize]| -> Vec<_> { of.iter().map(|&i| regions[i].dense_shape()).collect() };
-    for group in by_device(on_device, |&i| regions[i].plane) {
+    for group in by_device(on_device, |&i| regions[i].device()) {
         let Some(device) = group.first().and_then(|&i| regions[i].plane.on_device()) else { continue };
         let planes = DevicePlane::allocate_copies(&device.device, &shapes(&group))?;
         let parts: Vec<_> = group
@@ -161,12 +161,17 @@ pub fn copy_regions(regions: &[Region<'_>], transfer: &Transfer) -> Result<Vec<P
 /// [`Error::OutOfMemory`], [`Error::Device`], [`Error::InvalidArgument`] for a stream that is being captured.
 pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<()> {
     let on_device: Vec<_> = batch.iter().filter(|part| part.plane.on_device().is_some()).collect();
-    for group in by_device(on_device, |part| part.plane) {
-        let parts = group.iter().filter_map(|part| {
+    for group in by_device(on_device, |part| part.plane.device()) {
+        let (mut parts, mut staged) = (Vec::new(), Vec::new());
+        for &part in &group {
+            let Some(plane) = part.plane.on_device() else { continue };
             let block = Rectangle::new(part.plane.shape(), 0..part.n_src);
-            Some(Part { plane: part.plane.on_device()?, map: part.map, block })
-        });
-        cuda::prepare(&parts.collect::<Vec<_>>(), transfer)?;
+            parts.push(Part { plane, map: part.map, block });
+            if !matches!(part.src, TensorBytes::Plane(blob) if blob.is_beside(part.plane)) {
+                staged.extend(parts.last().cloned());
+            }
+        }
+        cuda::prepare(&parts, &staged, transfer)?;
     }
     Ok(())
 }
@@ -199,7 +204,7 @@ pub fn scatter(
         HostSource { plane: part.plane, map: part.map, n_src: part.n_src, src }
     });
     let (on_host, on_device): (Vec<_>, Vec<_>) = parts.partition(|part| part.plane.on_device().is_none());
-    for group in by_device(on_device, |part| part.plane) {
+    for group in by_device(on_device, |part| part.plane.device()) {
         let (mut parts, mut srcs, mut local, mut local_bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
         for HostSource { plane, map, n_src, src } in group {
             let Some(on_device) = plane.on_device() else { continue };
@@ -267,7 +272,7 @@ pub fn copy_cells(pairs: Vec<(&mut Plane, &Plane)>, map: &CellMap, transfer: &Tr
             dst.copy_cells_from(src, map)?;
         }
     }
-    for group in by_device(on_device, |&(dst, _)| dst) {
+    for group in by_device(on_device, |(dst, _)| dst.device()) {
         let pairs: Vec<_> =
             group.iter().filter_map(|(dst, src)| dst.on_device().zip(src.on_device())).collect();
         cuda::copy_cells(&pairs, map, transfer)?;
@@ -299,7 +304,7 @@ pub fn zero_cells(parts: Vec<(&mut Plane, &CellMap)>, transfer: &Transfer) -> Re
         plane.zero(map)?;
     }
     let on_device = on_device.into_iter().map(|(plane, map)| (&*plane, map)).collect();
-    for group in by_device(on_device, |&(plane, _)| plane) {
+    for group in by_device(on_device, |(plane, _)| plane.device()) {
         let parts: Vec<_> =
             group.iter().filter_map(|(plane, map)| Some((plane.on_device()?, *map))).collect();
         cuda::zero_cells(&parts, transfer)?;
@@ -308,10 +313,10 @@ pub fn zero_cells(parts: Vec<(&mut Plane, &CellMap)>, transfer: &Transfer) -> Re
 }
 
 /// What is on each device, in the order in which devices come up; each of `all` is on one.
-fn by_device<'a, T>(all: Vec<T>, plane: impl Fn(&T) -> &'a Plane) -> Vec<Vec<T>> {
+pub(super) fn by_device<T>(all: Vec<T>, device: impl Fn(&T) -> Option<i32>) -> Vec<Vec<T>> {
     let mut groups: Vec<(i32, Vec<T>)> = Vec::new();
     for one in all {
-        let Some(ordinal) = plane(&one).device() else { continue };
+        let Some(ordinal) = device(&one) else { continue };
         match groups.iter_mut().find(|(of, _)| *of == ordinal) {
             Some((_, group)) => group.push(one),
             None => groups.push((ordinal, vec![one])),

@@ -19,6 +19,7 @@ mod host;
 mod kernels;
 mod plane;
 mod region;
+mod shift;
 mod transfer;
 
 use std::fmt;
@@ -34,6 +35,7 @@ pub(crate) use drain::RegionDrain;
 pub(crate) use file::{read_error, read_exact_at};
 pub use plane::{Plane, TensorAccess};
 pub use region::Region;
+pub(crate) use shift::{PlaneShift, Rotation, RotationTable, ShiftFailure, ShiftedCell, shift};
 pub use transfer::{Progress, ProgressCallback, Threads, Transfer};
 
 use crate::error::Result;

@@ -314,6 +314,15 @@ impl Plane {
         matches!(self.memory, Memory::Remote(_))
     }
 
+    /// The row of a cell, to be changed in place; `None` without such a row in host memory.
+    pub(super) fn row_mut(&mut self, cell: u32) -> Option<&mut [u8]> {
+        let (Memory::Host { grid, .. }, PlaneShape::Rows { .. }) = (&self.memory, self.shape) else {
+            return None;
+        };
+        // SAFETY: the row lies in the plane, which is initialised, and only `&mut self` writes or lends it meanwhile.
+        (cell < self.kv_size).then(|| unsafe { slice::from_raw_parts_mut(grid.at(0, cell), grid.elem_size) })
+    }
+
     /// Zeroes every cell, and no byte between cells.
     ///
     /// # Errors

@@ -314,6 +314,108 @@ static void nobody_who_rotates_means_no_shifts(void) {
     kvs_context_free(ctx);
 }
 
+// Where K of layer 0 lies.
+static float *k_row(kvs_context *ctx, uint32_t cell) {
+    kvs_plane k, v;
+    CHECK(kvs_kv_plane(ctx, 0, 0, 0, &k, &v) == KVS_STATUS_OK);
+    return (float *)((char *)k.data + cell * k.cell_stride);
+}
+
+static kvs_context *new_with_rope(kvs_rope_params *rope) {
+    setup s = default_setup(8, 1);
+    s.layer.type_k = KVS_TYPE_F32;
+    s.layer.rope = rope;
+    kvs_context *ctx = new_context(s);
+    CHECK(kvs_memory_can_shift(kvs_get_memory(ctx)));
+    decode(ctx, 0, 0, 6, NULL);
+    float row[4] = {1, 0, 0, 1};
+    memcpy(k_row(ctx, 5), row, sizeof row);
+    kvs_memory_seq_add(kvs_get_memory(ctx), 0, 5, -1, 2);
+    return ctx;
+}
+
+static bool is_near(const float *row, float a, float b, float c, float d) {
+    const float want[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) {
+        if (!(row[i] - want[i] < 1e-6f && want[i] - row[i] < 1e-6f)) return false;
+    }
+    return true;
+}
+
+static void k_is_rotated_by_the_rope_of_its_layer(void) {
+    const float cos_2 = -0.41614684f, sin_2 = 0.90929743f, cos_1 = 0.54030231f, sin_1 = 0.84147098f;
+    const float factors[2] = {1, 0.02f}; // 2 positions, base 10000: the second pair turns by 1 as well
+    kvs_rope_params rope = kvs_rope_default_params();
+    rope.n_embd_head = 4;
+    rope.freq_factors = factors;
+
+    kvs_context *ctx = new_with_rope(&rope);
+    CHECK(is_near(k_row(ctx, 5), 1, 0, 0, 1));
+    CHECK(kvs_shift_apply(ctx) == KVS_STATUS_OK);
+    CHECK(is_near(k_row(ctx, 5), cos_2, sin_2, -sin_1, cos_1));
+    size_t n = 9;
+    CHECK(kvs_shift_get(ctx, 0, 0, NULL, NULL, 0, &n) == KVS_STATUS_OK && n == 0);
+    CHECK(kvs_shift_apply(ctx) == KVS_STATUS_OK); // nothing is left
+    CHECK(is_near(k_row(ctx, 5), cos_2, sin_2, -sin_1, cos_1));
+    kvs_context_free(ctx);
+
+    // A save rotates what it writes; one head of two elements, halves.
+    rope.rope_type = KVS_ROPE_TYPE_NEOX;
+    rope.n_rope_dims = 2;
+    rope.n_embd_nope = 2;
+    rope.freq_factors = NULL;
+    rope.freq_scale = 0.5f;
+    ctx = new_with_rope(&rope);
+    free(save(ctx, 0).data);
+    CHECK(is_near(k_row(ctx, 5), 1, 0, -sin_1, cos_1));
+    kvs_context_free(ctx);
+}
+
+static void rope_that_does_not_fit_is_refused(void) {
+    kvs_rope_params rope = kvs_rope_default_params();
+    rope.n_embd_head = 4;
+    setup s = default_setup(8, 1);
+    s.layer.rope = &rope;
+    kvs_context *ctx = NULL;
+
+    rope.rope_type = 8;
+    BAD_STATUS(try_new_context(&s, &ctx), "sections[0].layers[0].rope.rope_type: 8 is no KVS_ROPE_TYPE_*");
+    rope.rope_type = KVS_ROPE_TYPE_NORM;
+    const float factor = 1;
+    rope.freq_factors = &factor;
+    rope.n_rope_dims = 1 << 20; // so many factors are not read
+    BAD_STATUS(try_new_context(&s, &ctx), "rope.n_rope_dims: 1048576 behind n_embd_nope 0 in heads of 4");
+    rope.freq_factors = NULL;
+    rope.n_rope_dims = 0;
+    rope.struct_size = 0;
+    BAD_STATUS(try_new_context(&s, &ctx), "kvs_rope_params.struct_size");
+    rope.struct_size = sizeof rope;
+    s.context.shift_by_engine = 1;
+    BAD_STATUS(try_new_context(&s, &ctx), "shift_by_engine: given beside rope");
+    s.context.shift_by_engine = 0;
+    s.context.shift = rotate;
+    BAD_STATUS(try_new_context(&s, &ctx), "shift: given beside rope");
+    CHECK(ctx == NULL);
+}
+
+static void shifts_are_not_applied_by_the_library_where_the_engine_does_it(void) {
+    setup s = default_setup(8, 1);
+    s.context.shift_by_engine = 1;
+    kvs_context *ctx = new_context(s);
+    decode(ctx, 0, 0, 6, NULL);
+    CHECK(kvs_shift_apply(ctx) == KVS_STATUS_OK); // nothing to do
+    kvs_memory_seq_add(kvs_get_memory(ctx), 0, 4, -1, 3);
+    FAILS(kvs_shift_apply(ctx), KVS_STATUS_SHIFT_FAILED, KVS_STATUS_SHIFT_FAILED, "2 cells have a pending shift");
+    kvs_context_free(ctx);
+
+    rotation r = {0};
+    ctx = new_shifting(&r, 1, 1);
+    decode(ctx, 0, 0, 6, NULL);
+    kvs_memory_seq_add(kvs_get_memory(ctx), 0, 4, -1, 3);
+    CHECK(kvs_shift_apply(ctx) == KVS_STATUS_OK && r.n_calls == 1 && r.n == 2);
+    kvs_context_free(ctx);
+}
+
 static void an_engine_that_rotates_asks_and_says_when_it_has(void) {
     setup s = default_setup(8, 1);
     s.context.shift_by_engine = 1;
@@ -361,5 +463,8 @@ MAIN(CASE(a_slot_is_stale_once_the_cache_has_changed), CASE(a_slot_of_another_co
      CASE(strides_that_make_cells_overlap_are_refused),
      CASE(the_shift_callback_gets_the_shifted_cells_before_a_save),
      CASE(a_partial_state_of_full_attention_rotates_nothing), CASE(a_save_fails_if_the_shift_callback_does),
-     CASE(nobody_who_rotates_means_no_shifts), CASE(an_engine_that_rotates_asks_and_says_when_it_has),
+     CASE(nobody_who_rotates_means_no_shifts), CASE(k_is_rotated_by_the_rope_of_its_layer),
+     CASE(rope_that_does_not_fit_is_refused),
+     CASE(shifts_are_not_applied_by_the_library_where_the_engine_does_it),
+     CASE(an_engine_that_rotates_asks_and_says_when_it_has),
      CASE(a_callback_and_a_promise_of_the_engine_exclude_each_other))

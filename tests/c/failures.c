@@ -66,6 +66,7 @@ static void a_null_handle_fails_every_call(void) {
     NO_HANDLE_STATUS(kvs_kv_plane(NULL, 0, 0, 0, &plane, &plane));
     NO_HANDLE_STATUS(kvs_cell_get(NULL, 0, 0, 0, &cell));
     NO_HANDLE_STATUS(kvs_shift_get(NULL, 0, 0, &u, &pos, 1, &n));
+    NO_HANDLE_STATUS(kvs_shift_apply(NULL));
     NO_HANDLE_STATUS(kvs_shift_done(NULL));
 
     CHECK(n == 7 && u == 7 && slot == NULL);
@@ -83,6 +84,7 @@ static void a_null_argument_fails_every_call(void) {
     setup s = default_setup(4, 1);
     state before = save(ctx, -1);
 
+    BAD_STATUS(kvs_rope_params_init(NULL, sizeof(kvs_rope_params)), "kvs_rope_params: NULL");
     BAD_STATUS(kvs_kv_layer_params_init(NULL, sizeof s.layer), "kvs_kv_layer_params: NULL");
     BAD_STATUS(kvs_kv_params_init(NULL, sizeof s.kv), "kvs_kv_params: NULL");
     BAD_STATUS(kvs_section_params_init(NULL, sizeof s.section), "kvs_section_params: NULL");

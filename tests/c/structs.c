@@ -79,6 +79,12 @@ static void the_inline_defaults_are_those_of_the_init_calls(void) {
     CHECK(params.sections == NULL && params.shift == NULL && params.arch == NULL);
     kvs_kv_layer_params layer = kvs_kv_layer_default_params();
     CHECK(layer.type_k == KVS_TYPE_F16 && layer.type_v == KVS_TYPE_F16 && layer.k == NULL);
+    CHECK(layer.rope == NULL);
+    kvs_rope_params rope = kvs_rope_default_params();
+    CHECK(rope.struct_size == sizeof rope && rope.rope_type == KVS_ROPE_TYPE_NORM && rope.freq_factors == NULL);
+    CHECK(rope.n_embd_head == 0 && rope.n_rope_dims == 0 && rope.n_embd_nope == 0 && rope.n_ctx_orig == 0);
+    CHECK(rope.freq_base == 10000 && rope.freq_scale == 1 && rope.ext_factor == 0);
+    CHECK(rope.beta_fast == 32 && rope.beta_slow == 1);
     kvs_section_params section = kvs_section_default_params();
     CHECK(section.kind == KVS_SECTION_KV && section.reserved == 0);
     CHECK(kvs_kv_default_params().struct_size == sizeof(kvs_kv_params));

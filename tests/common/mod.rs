@@ -11,6 +11,8 @@ use kvstate::types::{Pos, SeqId, StateFlags, Swa, SwaType, Token};
 use kvstate::{Context, ContextParams};
 use serde::Deserialize;
 
+use crate::place;
+
 /// What a sidecar says about a state.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Sidecar {
@@ -278,7 +280,7 @@ impl Fixture {
 
     /// An empty context like the one that wrote the state.
     pub fn context(&self) -> Context {
-        Context::new(self.params()).unwrap_or_else(|e| panic!("{}: {e}", self.name))
+        place::context(self.params()).unwrap_or_else(|e| panic!("{}: {e}", self.name))
     }
 
     /// b11434's version of the file at `path` of an older build: in `v4_twins`, or in the main folder.

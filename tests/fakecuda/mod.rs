@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::missing_panics_doc, reason = "tests")]
 
-use std::ffi::{CString, c_char, c_int, c_uint};
+use std::ffi::{CString, OsStr, c_char, c_int, c_uint};
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Deref;
@@ -84,7 +84,11 @@ impl FakeCuda {
             // SAFETY: as above; it holds nothing but a name for the other.
             let alias = unsafe { Library::open(Some(folder.join("libcuda.so")), RTLD_LAZY | RTLD_GLOBAL) };
             std::mem::forget(alias.expect("libcuda.so"));
-            let cuda = Self { library: library.expect("libcuda.so.1"), folder, kernels: kernels(&[]) };
+            let cuda = Self {
+                library: library.expect("libcuda.so.1"),
+                folder,
+                kernels: kernels(&repo("cuda/kv.cu")),
+            };
             cuda.set_kernels(&cuda.kernels);
             cuda
         })
@@ -258,7 +262,7 @@ fn c_string(text: &str) -> CString {
 
 const CPP: [&str; 11] = [
     "-std=c++17",
-    "-g",
+    "-g1",
     "-fPIC",
     "-fvisibility=hidden",
     "-pthread",
@@ -267,7 +271,8 @@ const CPP: [&str; 11] = [
     "-Wpedantic",
     "-Wconversion",
     "-Werror",
-    "-c",
+    // A fault leaves the stack of a barrier kernel by longjmp, which the checked one refuses.
+    "-U_FORTIFY_SOURCE",
 ];
 /// Calls a hook of kernels/grid.cpp at every access to memory. Loops stay loops, so that each access is one.
 const WATCHED: [&str; 4] = [
@@ -281,10 +286,16 @@ const WATCHED: [&str; 4] = [
 fn driver() -> PathBuf {
     let sources = files(&sources().join("driver"), "cpp");
     let watched = [&sources[..], &files(&self::sources().join("driver"), "h"), &[abi()]].concat();
-    built("driver", &watched, &[], |dir| {
-        let objects = compile(dir, &sources.iter().map(|s| (s.clone(), vec!["-O1"])).collect::<Vec<_>>());
+    built("driver", &watched, |dir| {
         let so = dir.join("libcuda.so.1");
-        run(gpp().args(["-shared", "-pthread", "-Wl,-soname,libcuda.so.1", "-o"]).arg(&so).args(objects));
+        // One translation unit: most of the time goes into the standard headers.
+        let included = sources.iter().flat_map(|source| [OsStr::new("-include"), source.as_os_str()]);
+        run(gpp()
+            .args(CPP)
+            .args(["-O1", "-shared", "-Wl,-soname,libcuda.so.1", "-o"])
+            .arg(&so)
+            .args(included)
+            .args(["-x", "c++", "/dev/null"]));
         // The name that is looked for first; all that it holds is the need for the other.
         run(gpp()
             .args(["-shared", "-Wl,-soname,libcuda.so", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-o"])
@@ -292,22 +303,26 @@ fn driver() -> PathBuf {
     })
 }
 
-/// The library of kernels; `defines` change cuda/kv.cu, for faults that a test plants.
-pub fn kernels(defines: &[&'static str]) -> PathBuf {
+/// The library of kernels of a source: cuda/kv.cu, or what a test makes of it.
+pub fn kernels(source: &Path) -> PathBuf {
     let dir = sources().join("kernels");
     let (kernels, grid) = (dir.join("kernels.cpp"), dir.join("grid.cpp"));
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/kv.cu");
-    let watched = [kernels.clone(), grid.clone(), dir.join("shim.h"), abi(), source];
-    let folder = built("kernels", &watched, defines, |dir| {
-        let objects =
-            compile(dir, &[(kernels.clone(), [&WATCHED[..], defines].concat()), (grid.clone(), vec!["-O2"])]);
+    let watched = [kernels.clone(), grid.clone(), dir.join("shim.h"), abi(), source.to_owned()];
+    let define = format!("-DKERNEL_SOURCE=\"{}\"", source.display());
+    let folder = built("kernels", &watched, |dir| {
+        let kernel_flags = [&WATCHED[..], &[&define]].concat();
+        let objects = compile(dir, &[(kernels.clone(), kernel_flags), (grid.clone(), vec!["-O2"])]);
         run(gpp().args(["-shared", "-pthread", "-o"]).arg(dir.join("libkernels.so")).args(objects));
     });
     folder.join("libkernels.so")
 }
 
+fn repo(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
 fn sources() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fakecuda")
+    repo("tests/fakecuda")
 }
 
 fn abi() -> PathBuf {
@@ -324,9 +339,9 @@ fn files(dir: &Path, extension: &str) -> Vec<PathBuf> {
 
 /// The folder that `build` has filled once for these sources. Complete when it is there: test processes that build
 /// it side by side do so in folders of their own, and one of them gets the name.
-fn built(name: &str, sources: &[PathBuf], flags: &[&str], build: impl FnOnce(&Path)) -> PathBuf {
+fn built(name: &str, sources: &[PathBuf], build: impl FnOnce(&Path)) -> PathBuf {
     let mut hasher = DefaultHasher::new();
-    (CPP, WATCHED, flags).hash(&mut hasher);
+    include_str!("mod.rs").hash(&mut hasher);
     for source in sources {
         fs::read(source).unwrap_or_else(|error| panic!("{}: {error}", source.display())).hash(&mut hasher);
     }
@@ -353,7 +368,7 @@ fn compile(dir: &Path, sources: &[(PathBuf, Vec<&str>)]) -> Vec<PathBuf> {
             .iter()
             .map(|(source, flags)| {
                 let out = object(source);
-                scope.spawn(move || run(gpp().args(CPP).args(flags).arg(source).arg("-o").arg(out)))
+                scope.spawn(move || run(gpp().args(CPP).arg("-c").args(flags).arg(source).arg("-o").arg(out)))
             })
             .collect();
         for job in jobs {

@@ -2,8 +2,11 @@
 
 #include "blob.hpp"
 
+#include <ggml.h>
 #include <kvstate.h>
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 
 namespace {
@@ -17,7 +20,8 @@ uint32_t elements(const TensorType &tensor) {
 }
 
 // A context like the one that wrote `sections`.
-Context context_for(const Case &the_case, const Model &model, const std::vector<Section> &sections) {
+Context context_for(const Case &the_case, const Model &model, const std::vector<Section> &sections,
+                    const kvs_rope_params *rope = nullptr) {
     std::vector<std::vector<kvs_kv_layer_params>> layers;
     std::vector<kvs_kv_params> kvs;
     std::vector<kvs_section_params> params;
@@ -27,6 +31,7 @@ Context context_for(const Case &the_case, const Model &model, const std::vector<
             kvs_kv_layer_params layer = kvs_kv_layer_default_params();
             layer.type_k = section.k[il].type;
             layer.n_embd_k_gqa = elements(section.k[il]);
+            layer.rope = rope;
             if (il < section.v.size()) {
                 layer.type_v = section.v[il].type;
                 layer.n_embd_v_gqa = elements(section.v[il]);
@@ -71,7 +76,114 @@ Bytes get(const Context &context, kvs_state_seq_flags flags) {
     return state;
 }
 
+std::vector<Section> read_sections(const Model &model, const Bytes &state) {
+    std::vector<Section> sections;
+    Cursor in(state, 8);
+    while (sections.size() < attention_sections(model.memory)) {
+        sections.push_back(read_section(in, model.cell_ext, model.has_v));
+    }
+    return sections;
+}
+
+// K of a cell: the rows of all layers, one after the other.
+std::vector<float> keys(const Section &section, const Bytes &cell) {
+    std::vector<float> values;
+    const uint8_t *row = cell.data();
+    for (const TensorType &k : section.k) {
+        const size_t start = values.size(), n = elements(k);
+        values.resize(start + n);
+        ggml_get_type_traits(static_cast<ggml_type>(k.type))->to_float(row, values.data() + start, n);
+        row += k.row_size;
+    }
+    return values;
+}
+
+// How far K may be apart that was rounded to its type twice, in parts of the largest of 32 neighbours: one step.
+double step(const Section &section) {
+    switch (section.k[0].type) {
+        case KVS_TYPE_F16: return 1.0 / 1024;
+        case KVS_TYPE_Q8_0: return 1.0 / 127;
+        case KVS_TYPE_Q4_0: return 1.0 / 8;
+        default: throw std::runtime_error("no step of this type");
+    }
+}
+
+// The largest difference between K of two states, in steps of the type; factor is applied to the second.
+double apart(const std::vector<Section> &a, const std::vector<Section> &b, double factor) {
+    double most = 0;
+    for (size_t i = 0; i < a.size(); ++i) {
+        if (a[i].cells.size() != b[i].cells.size()) return INFINITY;
+        for (const auto &[pos, cell] : a[i].cells) {
+            const auto other = b[i].cells.find(pos);
+            if (other == b[i].cells.end()) return INFINITY;
+            const std::vector<float> x = keys(a[i], cell), y = keys(b[i], other->second);
+            for (size_t block = 0; block < x.size(); block += 32) {
+                double largest = 0, off = 0;
+                for (size_t j = block; j < block + 32; ++j) {
+                    largest = std::max(largest, std::fabs(double{x[j]}));
+                    off = std::max(off, std::fabs(x[j] - y[j] * factor));
+                }
+                most = std::max(most, off / (largest * step(a[i])));
+            }
+        }
+    }
+    return most;
+}
+
+std::string steps_text(double steps) {
+    char text[48];
+    std::snprintf(text, sizeof text, "%.3f steps of the type apart", steps);
+    return text;
+}
+
 }  // namespace
+
+void alone_shifts(const Case &the_case, const Results &results, Report &report) {
+    const Model &model = *find_model(the_case.model);
+    kvs_rope_params rope = kvs_rope_default_params();
+    rope.rope_type = results.number("neox") ? KVS_ROPE_TYPE_NEOX : KVS_ROPE_TYPE_NORM;
+    rope.n_embd_head = static_cast<uint32_t>(results.number("n_embd_head"));
+    rope.n_rope_dims = static_cast<uint32_t>(results.number("n_rope_dims"));
+    rope.n_embd_nope = model.has_v ? 0 : rope.n_embd_head - rope.n_rope_dims;
+    rope.freq_base = static_cast<float>(results.number("freq_base"));
+    const std::vector<float> factors = results.logits("rope_freqs");
+    if (!factors.empty()) rope.freq_factors = factors.data();
+    double magnitude = 1;  // llama.cpp scales K of a YaRN model again with each shift
+    if (the_case.options & yarn) {
+        rope.freq_scale = yarn_freq_scale;
+        rope.ext_factor = 1;
+        rope.n_ctx_orig = yarn_n_ctx_orig;
+        magnitude = 1 + 0.1 * std::log(1 / yarn_freq_scale);
+    }
+
+    const Bytes before = results.bytes("before");
+    const std::vector<Section> theirs = read_sections(model, results.bytes("after"));
+    const Context context = context_for(the_case, model, read_sections(model, before), &rope);
+    report.equal("alone: the state before the shift is consumed",
+                 kvs_state_seq_set_data(context.get(), before.data(), before.size(), 1), before.size());
+    const std::vector<Section> unmoved = read_sections(model, get(context, KVS_STATE_SEQ_FLAGS_NONE));
+    kvs_memory_seq_add(kvs_get_memory(context.get()), 1, 0, -1, k_shift_by);
+    const std::vector<Section> mine = read_sections(model, get(context, KVS_STATE_SEQ_FLAGS_NONE));
+
+    // The scale of a block is rounded as well, which the largest quants show.
+    const double off = apart(mine, theirs, 1 / magnitude);
+    report.holds("alone: K is rotated as by llama.cpp (" + steps_text(off) + ")", off <= 1.1, steps_text(off),
+                 "at most one");
+    std::vector<Section> renamed = unmoved;
+    for (Section &section : renamed) {
+        std::map<int32_t, Bytes> cells;
+        for (const auto &[pos, cell] : section.cells) cells[pos + k_shift_by] = cell;
+        section.cells = cells;
+    }
+    const double unturned = apart(renamed, theirs, 1 / magnitude);
+    report.holds("alone: K that is not rotated differs (" + steps_text(unturned) + ")", unturned > 2,
+                 steps_text(unturned), "more than two");
+    if (magnitude != 1) {
+        const double scaled = apart(mine, theirs, 1);
+        report.holds("stock: the fault, a shift scales K of a YaRN model (" + steps_text(scaled) + ")",
+                     scaled > 2, steps_text(scaled), "more than two");
+    }
+}
 
 void alone_takes(const Case &the_case, const std::string &leg, const Results &results, Report &report) {
     const Model &model = *find_model(the_case.model);

@@ -43,7 +43,13 @@ enum Option : unsigned {
     streams = 2,   // one stream per sequence; without it one cache for all
     swa_full = 4,  // SWA cache of full size
     small = 8,     // part of --small
+    yarn = 16,     // positions scaled by YaRN to 1 / 4, of an original context of 256
 };
+
+constexpr float yarn_freq_scale = 0.25f;
+constexpr uint32_t yarn_n_ctx_orig = 256;
+// By how many positions k_shift moves a sequence.
+constexpr int32_t k_shift_by = 7;
 
 struct Case {
     const char *steps;
@@ -57,6 +63,7 @@ struct Case {
         if (options & flash) text += " flash";
         if (options & streams) text += " streams";
         if (options & swa_full) text += " swa_full";
+        if (options & yarn) text += " yarn";
         return text + " " + layout;
     }
 };
@@ -164,6 +171,17 @@ const std::vector<Case> cases = {
     {"pending_shift", "cohere2-dense", "f16/f16", swa_full, "short"},
     {"pending_copy", "llama-dense", "f16/f16", streams | small, "contiguous"},
     {"pending_copy", "gemma3-dense", "f16/f16", flash | streams, "contiguous"},
+
+    // K of a sequence that was moved by 7 positions: rotated by llama.cpp in a decode, and by kvstate.
+    {"k_shift", "llama-dense", "f16/f16", small, "contiguous"},
+    {"k_shift", "llama-dense", "f16/f16", flash | streams, "holes"},
+    {"k_shift", "llama-dense", "q8_0/q8_0", flash | small, "contiguous"},
+    {"k_shift", "llama-dense", "q4_0/f16", 0, "contiguous"},
+    {"k_shift", "llama-dense", "f16/f16", yarn, "contiguous"},
+    {"k_shift", "llama-dense", "q8_0/q8_0", flash | yarn, "contiguous"},
+    {"k_shift", "gemma3-dense", "f16/f16", swa_full, "contiguous"},
+    {"k_shift", "gpt-oss-moe", "q8_0/q8_0", flash | swa_full, "short"},
+    {"k_shift", "deepseek2-moe", "f16/f16", 0, "contiguous"},
 
     // 230 of 256 cells of the window's cache belong to others.
     {"crowded", "gemma3-dense", "f16/f16", 0, "contiguous"},

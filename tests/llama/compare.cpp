@@ -320,6 +320,7 @@ void compare_stock(const Case &the_case, const Results &stock, Report &report) {
         wrong(the_case, report, "stock: the fault, a pending shift is lost", stock.logits("restored"),
               stock.logits("never"));
     }
+    if (steps == "k_shift") alone_shifts(the_case, stock, report);
     if (steps == "pending_copy") {
         wrong(the_case, report, "stock: the fault, a pending copy is lost", stock.logits("restored"),
               stock.logits("never"));
@@ -361,6 +362,11 @@ void compare_legs(const Case &the_case, const Legs &legs, Report &report) {
         if (steps == "pending_shift") {
             exact(report, "adapter: saved and gone on", mine.logits("saved"), mine.logits("never"));
         }
+    }
+    // Stock leaves masked cells out of the state.
+    if (steps == "k_shift" && !has_masked(the_case)) {
+        report.equal("adapter: before the shift as stock", mine.bytes("before"), stock.bytes("before"));
+        report.equal("adapter: after the shift as stock", mine.bytes("after"), stock.bytes("after"));
     }
     if (steps == "crowded") {
         report.equal("adapter: set_data into a crowded cache consumes the state", mine.number("set"),

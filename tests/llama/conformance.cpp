@@ -45,6 +45,7 @@ int leg(const std::string &steps, const fs::path &model_folder, const Case &the_
     if (!model) throw std::runtime_error("cannot load " + path);
     Results out(out_folder);
     if (steps == "run") {
+        if (std::string(the_case.steps) == "k_shift") out.put("rope_freqs", rope_freqs(path));
         run_steps(model, the_case, out);
     } else {
         take_steps(model, the_case, Results(from_folder), out);

@@ -26,6 +26,11 @@ Session::Session(llama_model *model, const Case &the_case, uint32_t n_ctx) {
         the_case.options & flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     params.kv_unified = one_stream;
     params.swa_full = the_case.options & swa_full;
+    if (the_case.options & yarn) {
+        params.rope_scaling_type = LLAMA_ROPE_SCALING_TYPE_YARN;
+        params.rope_freq_scale = yarn_freq_scale;
+        params.yarn_orig_ctx = yarn_n_ctx_orig;
+    }
     ctx_.reset(llama_init_from_model(model, params));
     if (!ctx_) throw std::runtime_error("no context for " + the_case.name());
     n_vocab_ = llama_vocab_n_tokens(llama_model_get_vocab(model));

@@ -2,8 +2,12 @@
 
 #include "session.hpp"
 
+#include <ggml.h>
+#include <gguf.h>
+
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 
 namespace {
@@ -180,6 +184,28 @@ void pending_shift(llama_model *model, const Case &the_case, Results &out) {
     out.put("size", number(state.size()));
     out.put("set", number(session.set(state, saved_seq)));
     out.put("restored", session.go_on(saved_seq, n));
+}
+
+void k_shift(llama_model *model, const Case &the_case, Results &out) {
+    const auto meta = [&](const std::string &key) {
+        char value[64];
+        const std::string name = std::string(find_model(the_case.model)->arch) + "." + key;
+        if (llama_model_meta_val_str(model, name.c_str(), value, sizeof value) < 0) {
+            throw std::runtime_error("the model has no " + name);
+        }
+        return std::stoll(value);
+    };
+    out.put("neox", llama_model_rope_type(model) == LLAMA_ROPE_TYPE_NEOX);
+    out.put("n_embd_head", meta("attention.key_length"));
+    out.put("n_rope_dims", meta("rope.dimension_count"));
+    out.put("freq_base", meta("rope.freq_base"));
+
+    Session session(model, the_case);
+    session.fill(the_case.layout);
+    out.put("before", session.get(saved_seq));
+    llama_memory_seq_add(session.memory(), saved_seq, 0, -1, k_shift_by);
+    session.decode(other_seq, 0, 1);  // it applies what is pending
+    out.put("after", session.get(saved_seq));
 }
 
 void pending_copy(llama_model *model, const Case &the_case, Results &out) {
@@ -443,6 +469,7 @@ void run_steps(llama_model *model, const Case &the_case, Results &out) {
         {"cut", cut},
         {"pending_shift", pending_shift},
         {"pending_copy", pending_copy},
+        {"k_shift", k_shift},
         {"crowded", crowded},
         {"refusals", refusals},
         {"on_device", on_device_steps},
@@ -487,4 +514,16 @@ void take_steps(llama_model *model, const Case &the_case, const Results &from, R
     llama_memory_clear(session.memory(), true);
     session.fill(the_case.layout);
     out.put("checkpoint", back_to(session, from.bytes("partial"), partial_only, n, out, "checkpoint"));
+}
+
+Logits rope_freqs(const std::string &path) {
+    ggml_context *tensors = nullptr;
+    gguf_context *file = gguf_init_from_file(path.c_str(), {/* .no_alloc = */ false, /* .ctx = */ &tensors});
+    if (!file) throw std::runtime_error("cannot read " + path);
+    gguf_free(file);
+    const std::unique_ptr<ggml_context, decltype(&ggml_free)> owner(tensors, ggml_free);
+    const ggml_tensor *factors = ggml_get_tensor(tensors, "rope_freqs.weight");
+    if (!factors) return {};
+    const auto *first = static_cast<const float *>(factors->data);
+    return Logits(first, first + ggml_nelements(factors));
 }

@@ -1,6 +1,4 @@
 //! A small owner of cells and tensors, as llama.cpp is one: full scans over plain vectors.
-#![allow(unsafe_code, reason = "its tensors are read and written through raw pointers, as engines do")]
-
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -16,7 +14,7 @@ use kvstate::state::{Input, Sink};
 use kvstate::storage::{Plane, PlaneShape, Region, TensorAccess};
 use kvstate::types::{Pos, PosRange, Seq, SeqId, Token};
 
-use crate::support;
+use crate::support::{self, place};
 
 /// What the owner's calls return when they are told to fail.
 pub const CODE: i32 = 7;
@@ -55,22 +53,22 @@ impl Memory {
         self.sets.0.store(sets, Ordering::Relaxed);
     }
 
-    fn at(&self, tensor: usize, offset: u64, n: usize) -> *mut u8 {
+    /// The plane that has `n` bytes at `offset`.
+    fn plane(&self, tensor: usize, offset: u64, n: usize) -> (&Plane, usize) {
         let plane = self.planes[tensor - 1].as_ref().expect("a tensor with a name");
         let span = plane.shape().span(plane.kv_size()).expect("it is allocated");
         assert!(offset + n as u64 <= span, "{n} bytes at {offset} of {span}");
-        // SAFETY: inside the plane's memory.
-        unsafe { plane.as_ptr().add(usize::try_from(offset).expect("an offset")) }
+        (plane, usize::try_from(offset).expect("an offset"))
     }
 
     fn read(&self, tensor: usize, offset: u64, out: &mut [u8]) {
-        // SAFETY: `at` has checked the range; nobody else uses the plane now.
-        unsafe { self.at(tensor, offset, out.len()).copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
+        let (plane, offset) = self.plane(tensor, offset, out.len());
+        out.copy_from_slice(&place::read(plane, offset, out.len()));
     }
 
     fn write(&self, tensor: usize, offset: u64, bytes: &[u8]) {
-        // SAFETY: as in `read`.
-        unsafe { self.at(tensor, offset, bytes.len()).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        let (plane, offset) = self.plane(tensor, offset, bytes.len());
+        place::write(plane, offset, bytes);
     }
 }
 
@@ -237,8 +235,11 @@ impl Owner {
         };
         let k = shapes(&|layer| Some(shape(kv.layers[layer].k, false, kv.kv_size)));
         let v = shapes(&|layer| kv.layers[layer].v.map(|v| shape(v, kv.v_trans, kv.kv_size)));
-        let allocate = |shape| Plane::allocate(&[shape], kv.kv_size).expect("memory").remove(0);
-        let planes = k.into_iter().chain(v).map(|shape| shape.map(allocate)).collect();
+        let layers = (0..kv.layers.len()).cycle();
+        let allocate = |(shape, layer): (Option<PlaneShape>, usize)| {
+            shape.map(|shape| place::allocate(layer, shape, kv.kv_size))
+        };
+        let planes = k.into_iter().chain(v).zip(layers).map(allocate).collect();
         Self {
             name,
             kv: kv.clone(),
@@ -284,8 +285,7 @@ impl Owner {
             Some(if self.remote {
                 Plane::remote(self.memory.clone(), i + 1, kv_size, shape).expect("a plane")
             } else {
-                // SAFETY: the memory outlives the tests' views, which nobody uses at the same time.
-                unsafe { Plane::adopt(plane.as_ptr(), kv_size, shape) }.expect("a plane").named(i + 1)
+                place::lent(plane).named(i + 1)
             })
         };
         let mut planes = self.memory.planes.iter().enumerate().map(plane);

@@ -16,12 +16,13 @@
 
 use std::cell::RefCell;
 use std::ffi::c_void;
-use std::sync::OnceLock;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 use kvstate::error::Result;
 use kvstate::memory::{KvMemory, KvParams, KvPlanes, SectionParams};
-use kvstate::storage::{Device, Plane, PlaneShape, StagingParams};
+use kvstate::storage::{Device, Plane, PlaneShape, StagingParams, alloc_pinned, free_pinned};
 use kvstate::{Context, ContextParams};
 
 #[path = "../fakecuda/mod.rs"]
@@ -40,7 +41,7 @@ pub enum Place {
 
 impl Place {
     /// The device of a layer.
-    fn device(self, layer: usize) -> Option<i32> {
+    pub fn device(self, layer: usize) -> Option<i32> {
         let odd = layer % 2 == 1;
         match self {
             Self::Host => None,
@@ -65,24 +66,47 @@ pub fn place() -> Place {
             _ => panic!("KVSTATE_TEST_MEMORY is {name}"),
         };
         if place != Place::Host {
-            load_driver();
+            devices();
         }
         place
     })
 }
 
-fn load_driver() {
-    let driver = std::env::var("KVSTATE_TEST_DRIVER").unwrap_or_else(|_| "lazy".to_owned());
-    let mode = match driver.split_once(':') {
-        None if driver == "real" => return,
-        None if driver == "lazy" => Mode::Lazy,
-        Some(("eager", seed)) => Mode::Eager { seed: seed.parse().expect("a seed") },
-        _ => panic!("KVSTATE_TEST_DRIVER is {driver}"),
-    };
-    FakeCuda::load().set_mode(mode);
+/// Devices 0 and 1, or those of them that a real driver has. They are open from now on, not anew for every context.
+pub fn devices() -> Vec<i32> {
+    static OPEN: OnceLock<Vec<Arc<Device>>> = OnceLock::new();
+    let open = OPEN.get_or_init(|| {
+        if let Some(cuda) = emulated() {
+            let driver = driver();
+            cuda.set_mode(match driver.split_once(':') {
+                None if driver == "lazy" => Mode::Lazy,
+                Some(("eager", seed)) => Mode::Eager { seed: seed.parse().expect("a seed") },
+                _ => panic!("KVSTATE_TEST_DRIVER is {driver}"),
+            });
+        }
+        [0, 1].into_iter().filter_map(|ordinal| Device::open(ordinal).ok()).collect()
+    });
+    open.iter().map(|device| device.ordinal()).collect()
 }
 
-/// A context whose managed memory is where this run has it. Staging buffers are small, so that states take many chunks.
+fn driver() -> String {
+    std::env::var("KVSTATE_TEST_DRIVER").unwrap_or_else(|_| "lazy".to_owned())
+}
+
+/// The emulated driver, unless this run is about a real one.
+pub fn emulated() -> Option<&'static FakeCuda> {
+    static EMULATED: OnceLock<Option<&FakeCuda>> = OnceLock::new();
+    *EMULATED.get_or_init(|| (driver() != "real").then(FakeCuda::load))
+}
+
+/// The cases of a long loop; with `KVSTATE_TEST_EVERY=N` every `N`th of them, for runs in many places.
+pub fn cases<T>(all: impl Iterator<Item = T>) -> impl Iterator<Item = T> {
+    let every = std::env::var("KVSTATE_TEST_EVERY").map_or(1, |n| n.parse().expect("a number"));
+    all.step_by(every)
+}
+
+/// A context whose managed memory is where this run has it. Staging buffers are small, so that states take many chunks,
+/// unless the test says how large they are.
 pub fn context(params: ContextParams) -> Result<Context> {
     Context::new(placed(params))
 }
@@ -99,7 +123,8 @@ pub fn placed(params: ContextParams) -> ContextParams {
         }
         section => section,
     });
-    let staging = StagingParams { size: 4096, count: 3 };
+    let small = StagingParams { size: 4096, count: 3 };
+    let staging = if params.staging == StagingParams::default() { small } else { params.staging };
     ContextParams { sections: sections.collect(), staging, ..params }
 }
 
@@ -112,7 +137,9 @@ fn memory(kv: &KvParams, n_stream: usize) -> KvMemory {
     let mut planes = KvPlanes::default();
     for _ in 0..n_stream {
         for layer in &kv.layers {
-            let Some(row_size) = layer.k.ggml_type.row_size(layer.k.n_embd).filter(|&size| size > 0) else {
+            let row_size =
+                layer.k.ggml_type.row_size(layer.k.n_embd).filter(|&size| size > 0 && kv.kv_size > 0);
+            let Some(row_size) = row_size else {
                 // What the library has to say of it, it says of managed memory as well.
                 return KvMemory::Devices(devices);
             };
@@ -136,44 +163,75 @@ fn memory(kv: &KvParams, n_stream: usize) -> KvMemory {
     KvMemory::Adopted(planes)
 }
 
+/// Zeroed memory for tensors of the test's own, where this run has those of a layer.
+pub fn allocate(layer: usize, shape: PlaneShape, kv_size: u32) -> Plane {
+    let planes = match place().device(layer) {
+        None => Plane::allocate(&[shape], kv_size),
+        Some(ordinal) => Plane::allocate_on(&Device::open(ordinal).expect("a device"), &[shape], kv_size),
+    };
+    planes.expect("memory").remove(0)
+}
+
+/// The memory of a plane once more, as its owner lends it.
+pub fn lent(plane: &Plane) -> Plane {
+    // SAFETY: it stays as long as tests use it, one call after another.
+    let lent = unsafe {
+        match plane.device() {
+            None => Plane::adopt(plane.as_ptr(), plane.kv_size(), plane.shape()),
+            Some(_) => Plane::adopt_device(plane.as_ptr().addr() as u64, plane.kv_size(), plane.shape()),
+        }
+    };
+    lent.expect("a plane")
+}
+
 /// A plane of the test's own memory, which stays until the thread ends.
 fn adopted(kv_size: u32, shape: PlaneShape) -> Plane {
     thread_local! {
         static MEMORY: RefCell<Vec<Plane>> = const { RefCell::new(Vec::new()) };
     }
-    let device = Device::open(0).expect("device 0");
-    let plane = Plane::allocate_on(&device, &[shape], kv_size).expect("memory").remove(0);
-    let address = plane.as_ptr().addr() as u64;
+    let plane = allocate(0, shape, kv_size);
+    let adopted = lent(&plane);
     MEMORY.with_borrow_mut(|memory| memory.push(plane));
-    // SAFETY: it is memory of the device, and no context of another thread uses it.
-    unsafe { Plane::adopt_device(address, kv_size, shape) }.expect("a plane")
+    adopted
 }
 
-/// Writes bytes of a plane, as its engine does.
+/// Writes bytes of a plane, as its engine does. They are there when it returns.
 pub fn write(plane: &Plane, offset: usize, bytes: &[u8]) {
     let dst = plane.as_ptr().wrapping_add(offset);
-    match plane.device() {
+    let Some(device) = plane.device() else {
         // SAFETY: callers name bytes of the plane, and nobody else uses it now.
-        None => unsafe { dst.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) },
-        Some(device) => in_context(device, || {
-            // SAFETY: as above; the context is current.
-            unsafe { sys::cuMemcpyHtoD_v2(dst.addr() as u64, bytes.as_ptr().cast::<c_void>(), bytes.len()) }
+        return unsafe { dst.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+    };
+    match emulated() {
+        // It waits for nothing: a copy that the library has not waited for comes to light.
+        Some(cuda) => cuda.poke(dst.addr() as u64, bytes),
+        None => in_context(device, || {
+            // SAFETY: as above; the context is current. The first call returns when it has read `bytes`.
+            unsafe {
+                let copied =
+                    sys::cuMemcpyHtoD_v2(dst.addr() as u64, bytes.as_ptr().cast::<c_void>(), bytes.len());
+                if copied == sys::CUresult::CUDA_SUCCESS { sys::cuCtxSynchronize() } else { copied }
+            }
         }),
     }
 }
 
 /// Bytes of a plane.
 pub fn read(plane: &Plane, offset: usize, len: usize) -> Vec<u8> {
-    let mut bytes = vec![0_u8; len];
     let src = plane.as_ptr().wrapping_add(offset);
-    match plane.device() {
+    let mut bytes = vec![0_u8; len];
+    let Some(device) = plane.device() else {
         // SAFETY: callers name bytes of the plane, and nobody else uses it now.
-        None => unsafe { src.copy_to_nonoverlapping(bytes.as_mut_ptr(), len) },
-        Some(device) => in_context(device, || {
-            // SAFETY: as above; the context is current.
-            unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast::<c_void>(), src.addr() as u64, len) }
-        }),
+        unsafe { src.copy_to_nonoverlapping(bytes.as_mut_ptr(), len) };
+        return bytes;
+    };
+    if let Some(cuda) = emulated() {
+        return cuda.peek(src.addr() as u64, len);
     }
+    in_context(device, || {
+        // SAFETY: as above; the context is current.
+        unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast::<c_void>(), src.addr() as u64, len) }
+    });
     bytes
 }
 
@@ -181,6 +239,60 @@ pub fn read(plane: &Plane, offset: usize, len: usize) -> Vec<u8> {
 pub fn all(plane: &Plane) -> Vec<u8> {
     let span = plane.shape().span(plane.kv_size()).expect("a span");
     read(plane, 0, usize::try_from(span).expect("a span"))
+}
+
+/// Bytes in pinned memory, if this run has a device.
+pub struct Pinned {
+    start: *mut u8,
+    len: usize,
+    of_device: bool,
+}
+
+impl Pinned {
+    pub fn new(bytes: &[u8]) -> Self {
+        let len = bytes.len();
+        // A device is asked for at least one byte.
+        let mut held = match place() {
+            Place::Host => {
+                let start = Box::into_raw(vec![0_u8; len].into_boxed_slice()).cast();
+                Self { start, len, of_device: false }
+            }
+            _ => Self {
+                start: alloc_pinned(0, len.max(1) as u64).expect("pinned memory"),
+                len,
+                of_device: true,
+            },
+        };
+        held.copy_from_slice(bytes);
+        held
+    }
+}
+
+impl Deref for Pinned {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: so many bytes, initialised, and ours.
+        unsafe { std::slice::from_raw_parts(self.start, self.len) }
+    }
+}
+
+impl DerefMut for Pinned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        if self.of_device {
+            free_pinned(self.start.addr()).expect("it was allocated");
+        } else {
+            // SAFETY: it was a box of so many bytes.
+            drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.start, self.len)) });
+        }
+    }
 }
 
 /// A call of the driver with the device's primary context, which the library has retained.

@@ -4,7 +4,9 @@ Run by tests/abi.rs, which sets PYTHONPATH.
 """
 
 import array
+import math
 import os
+import struct
 import tempfile
 import threading
 
@@ -79,6 +81,16 @@ with kvstate.Context([kvstate.Kv(8, [kvstate.Layer(4, 4)])], shift=broken) as ct
     ctx.seq_add(0, 2, -1, 4)
     fails(13, "the shift callback returned -1", ctx.state_seq_get_data, 0)
 
+# Without a callback kvstate rotates K: here by half a turn.
+layer = kvstate.Layer(2, 2, rope=dict(n_embd_head=2, freq_factors=[1 / math.pi]))
+with kvstate.Context([kvstate.Kv(8, [layer])]) as ctx:
+    ctx.decode(range(5))
+    k, _ = ctx.planes(0, 0)
+    k[4][:] = struct.pack("<2e", 1, 2)
+    ctx.seq_add(0, 4, -1, 1)
+    ctx.shift_apply()
+    assert struct.unpack("<2e", bytes(k[4])) == (-1, -2)
+    assert bytes(k[3]) == bytes(4)
 device = int(os.environ.get("TEST_DEVICE", kvstate.DEVICE_HOST))
 layer = kvstate.Layer(1024, 1024, kvstate.TYPE_F32, kvstate.TYPE_F32, device=device)
 ROW = kvstate.row_size(kvstate.TYPE_F32, 1024)

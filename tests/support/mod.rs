@@ -105,7 +105,11 @@ pub fn write_cell(plane: &Plane, cell: u32, bytes: &[u8]) {
 }
 
 pub fn read_cell(plane: &Plane, cell: u32) -> Vec<u8> {
-    cell_of(&place::all(plane), plane, cell)
+    let pieces = pieces(plane, cell);
+    let start = pieces[0].0;
+    let end = pieces.last().map_or(start, |&(offset, len)| offset + len);
+    let bytes = place::read(plane, start, end - start);
+    pieces.into_iter().flat_map(|(offset, len)| &bytes[offset - start..][..len]).copied().collect()
 }
 
 /// A cell of a plane whose bytes are `all`.

@@ -17,12 +17,15 @@ use std::fmt;
 
 use kvstate::context::{PendingShift, Shift, UbatchToken};
 use kvstate::format::GgmlType;
-use kvstate::memory::{KvMemory, KvParams, KvPlanes, LayerParams, SectionParams, TensorParams, swa_kv_size};
-use kvstate::storage::{Plane, PlaneShape};
-use kvstate::types::{CellExt, Pos, SeqId, Swa, Token};
+use kvstate::memory::{
+    KvMemory, KvParams, KvPlanes, LayerParams, RopeParams, SectionParams, TensorParams, swa_kv_size,
+};
+use kvstate::storage::PlaneShape;
+use kvstate::types::{CellExt, Pos, RopeType, SeqId, Swa, Token};
 use kvstate::{Context, ContextParams};
 
-use model::{Model, N_EMBD_KV, Random, add, attend, rms_norm, rotate};
+use crate::place;
+use model::{Model, N_EMBD_KV, N_HEAD_DIM, Random, add, attend, rms_norm, rotate};
 use vectors::Vectors;
 
 const N_LAYER: usize = 4;
@@ -75,6 +78,8 @@ pub struct Setup {
     pub n_seq_max: u32,
     pub unified: bool,
     pub max_masked_cells: Option<u32>,
+    /// Who rotates K after a shift: kvstate, which knows the model's RoPE, or the engine.
+    pub rope: bool,
 }
 
 impl Setup {
@@ -89,6 +94,7 @@ impl Setup {
             n_seq_max,
             unified: true,
             max_masked_cells: None,
+            rope: false,
         }
     }
 
@@ -115,18 +121,23 @@ impl Setup {
             let n_layer = keys[section].len() / n_stream;
             for keys in &keys[section][stream * n_layer..][..n_layer] {
                 for (&cell, &shift) in cells.iter().zip(shifts) {
-                    rotate_key(*keys, cell, shift);
+                    rotate_key(keys, cell, shift);
                 }
             }
             Ok(())
         };
+        let rope = Some(RopeParams::new(RopeType::Neox, N_HEAD_DIM as u32));
+        let ropes = match &sections[..] {
+            [_] => vec![vec![rope; N_LAYER]],
+            _ => vec![vec![rope; N_LAYER / 2]; 2],
+        };
         let params = ContextParams {
             unified: self.unified,
-            shift: Shift::Callback(Box::new(shift)),
+            shift: if self.rope { Shift::Rope(ropes) } else { Shift::Callback(Box::new(shift)) },
             max_masked_cells: self.max_masked_cells,
             ..ContextParams::new(self.n_seq_max, sections)
         };
-        Engine { cache: Context::new(params).unwrap(), model: Model::random(N_LAYER, 1) }
+        Engine { cache: place::context(params).unwrap(), model: Model::random(N_LAYER, 1), rope: self.rope }
     }
 
     fn n_stream(self) -> usize {
@@ -143,9 +154,10 @@ impl Setup {
         let rows = PlaneShape::dense_rows(u64::from(tensor.n_embd * elem_size));
         let channels = PlaneShape::dense_channels(tensor.n_embd, elem_size, kv_size);
         let n_plane = self.n_stream() * n_layer;
-        let allocate = |shape| Plane::allocate(&vec![shape; n_plane], kv_size).unwrap();
+        let allocate =
+            |shape| (0..n_plane).map(move |plane| place::allocate(plane % n_layer, shape, kv_size));
         let v = allocate(if self.v_trans { channels } else { rows });
-        let planes = KvPlanes { k: allocate(rows), v: v.into_iter().map(Some).collect() };
+        let planes = KvPlanes { k: allocate(rows).collect(), v: v.map(Some).collect() };
         SectionParams::Kv { kv, memory: KvMemory::Adopted(planes) }
     }
 
@@ -156,7 +168,7 @@ impl Setup {
     }
 }
 
-fn rotate_key(keys: Vectors, cell: u32, n_pos: Pos) {
+fn rotate_key(keys: &Vectors, cell: u32, n_pos: Pos) {
     let mut key = keys.read(cell);
     rotate(&mut key, n_pos);
     keys.write(cell, &key);
@@ -166,6 +178,7 @@ fn rotate_key(keys: Vectors, cell: u32, n_pos: Pos) {
 pub struct Engine {
     pub cache: Context,
     model: Model,
+    rope: bool,
 }
 
 impl Engine {
@@ -229,13 +242,16 @@ impl Engine {
 
     /// Rotates the keys whose positions were changed, as an engine does at its next decode.
     fn rotate_shifted(&mut self) {
+        if self.rope {
+            return self.cache.apply_pending_shifts().unwrap();
+        }
         for section in 0..self.cache.n_section() {
             for stream in 0..self.cache.n_stream() as usize {
                 let pending: Vec<_> = self.cache.pending_shifts(section, stream).unwrap().collect();
                 for il in (0..N_LAYER).filter(|&il| self.home_of_layer(il).0 == section) {
                     let (keys, _) = self.keys_and_values(section, stream, self.home_of_layer(il).1);
                     for &(cell, shift) in &pending {
-                        rotate_key(keys, cell, shift);
+                        rotate_key(&keys, cell, shift);
                     }
                 }
             }

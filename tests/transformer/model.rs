@@ -7,7 +7,7 @@ pub const N_VOCAB: usize = 64;
 /// Width of the residual stream.
 const N_EMBD: usize = 32;
 /// Width of a head, of query, key and value.
-const N_HEAD_DIM: usize = 8;
+pub const N_HEAD_DIM: usize = 8;
 /// Query heads.
 const N_HEAD: usize = N_EMBD / N_HEAD_DIM;
 /// Key and value heads: two query heads share one.

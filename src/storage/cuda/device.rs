@@ -10,12 +10,32 @@ use super::driver::{DevicePtr, Driver, Handle};
 use super::moves::Kernel;
 use crate::error::{Error, Result};
 
-/// What NVRTC makes of `cuda/kv.cu`, for devices from compute capability 6.0 on.
-const PTX: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("../../../cuda/kv.ptx"), "\0").as_bytes()) {
-        Ok(ptx) => ptx,
-        Err(_) => panic!("the PTX has a NUL inside"),
-    };
+/// What NVRTC makes of the sources in `cuda`, for devices from compute capability 6.0 on; each ends with a NUL.
+const PTX: [&CStr; 2] = [
+    c_str(concat!(include_str!("../../../cuda/kv.ptx"), "\0")),
+    c_str(concat!(include_str!("../../../cuda/shift.ptx"), "\0")),
+];
+
+const fn c_str(text: &str) -> &CStr {
+    match CStr::from_bytes_with_nul(text.as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("PTX with a NUL inside"),
+    }
+}
+
+/// Blocks of a launch.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Grid {
+    x: u32,
+    y: u32,
+}
+
+impl Grid {
+    /// Both are small.
+    pub fn new(x: u64, y: usize) -> Self {
+        Self { x: u32::try_from(x).unwrap_or(u32::MAX), y: u32::try_from(y).unwrap_or(u32::MAX) }
+    }
+}
 
 /// A device that is in use; there is one of each number in a process.
 pub struct Device {
@@ -24,7 +44,7 @@ pub struct Device {
     /// The driver's own number for it.
     handle: c_int,
     context: Handle,
-    module: Handle,
+    modules: [Handle; PTX.len()],
     functions: [Handle; Kernel::ALL.len()],
     has_pools: bool,
     /// For what belongs to no transfer: zeroing, freeing. Ordered after nothing of the caller's.
@@ -63,7 +83,11 @@ impl Device {
 
     fn retain(ordinal: i32) -> Result<Self> {
         const MEMORY_POOLS_SUPPORTED: c_int = 115;
-        let driver = Driver::get()?;
+        let driver = Driver::get().map_err(|error| match error {
+            // A driver without devices does not know which one was asked for.
+            Error::NoDevice { n_device, .. } => Error::NoDevice { device: ordinal, n_device },
+            error => error,
+        })?;
         let mut n_device = 0;
         // SAFETY: `n_device` can be written.
         unsafe { driver.device_get_count(ordinal, &raw mut n_device)? };
@@ -83,7 +107,7 @@ impl Device {
             ordinal,
             handle,
             context: Handle(context),
-            module: Handle::NULL,
+            modules: [Handle::NULL; PTX.len()],
             functions: [Handle::NULL; Kernel::ALL.len()],
             has_pools: has_pools != 0,
             stream: Handle::NULL,
@@ -93,23 +117,29 @@ impl Device {
     }
 
     fn load(&mut self) -> Result<()> {
-        let (mut module, mut functions) = (ptr::null_mut(), self.functions);
+        let mut modules = self.modules;
+        let mut functions = self.functions;
         let bound = self.bind()?;
-        // SAFETY: the PTX ends with a NUL; the out-parameters can be written; the context is current.
-        let loaded =
-            unsafe { bound.driver().module_load_data(self.ordinal, &raw mut module, PTX.as_ptr().cast()) };
-        let loaded = loaded.and_then(|()| {
+        let mut load = || {
+            for (module, ptx) in modules.iter_mut().zip(PTX) {
+                // SAFETY: the PTX ends with a NUL; `module` can be written; the context is current.
+                unsafe {
+                    bound.driver().module_load_data(self.ordinal, &raw mut module.0, ptx.as_ptr().cast())?;
+                }
+            }
             for (function, kernel) in functions.iter_mut().zip(Kernel::ALL) {
+                let module = modules[usize::from(kernel == Kernel::Shift)];
                 let name = kernel.name().as_ptr();
                 // SAFETY: as above, and the module was loaded.
                 unsafe {
-                    bound.driver().module_get_function(self.ordinal, &raw mut function.0, module, name)?;
-                };
+                    bound.driver().module_get_function(self.ordinal, &raw mut function.0, module.0, name)?;
+                }
             }
             new_stream(&bound)
-        });
+        };
+        let loaded = load();
         drop(bound);
-        self.module = Handle(module);
+        self.modules = modules;
         self.functions = functions;
         self.stream = loaded?;
         Ok(())
@@ -140,6 +170,16 @@ impl Device {
         Ok(Bound { device: self, previous, not_send: PhantomData })
     }
 
+    /// As [`Device::bind`], for giving things back: if it fails, the calls that do so are tried all the same.
+    pub(super) fn bind_to_free(&self) -> Bound<'_> {
+        self.bind().unwrap_or_else(|error| {
+            log::debug!("{error}");
+            // SAFETY: the context is retained.
+            told(unsafe { self.driver.ctx_set_current(self.ordinal, self.context.0) });
+            Bound { device: self, previous: ptr::null_mut(), not_send: PhantomData }
+        })
+    }
+
     /// Zeroes `size` bytes at `ptr`, and waits for it.
     pub(super) fn zero(&self, ptr: DevicePtr, size: u64) -> Result<()> {
         let bound = self.bind()?;
@@ -155,13 +195,13 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        if let Ok(bound) = self.bind() {
-            bound.destroy_stream(self.stream);
-            if self.module != Handle::NULL {
-                // SAFETY: the module is this device's, and nothing of it runs any more: what ran kept the device.
-                told(unsafe { self.driver.module_unload(self.ordinal, self.module.0) });
-            }
+        let bound = self.bind_to_free();
+        bound.destroy_stream(self.stream);
+        for module in self.modules.into_iter().filter(|&module| module != Handle::NULL) {
+            // SAFETY: the module is this device's, and nothing of it runs any more: what ran kept the device.
+            told(unsafe { self.driver.module_unload(self.ordinal, module.0) });
         }
+        drop(bound);
         // SAFETY: it was retained once.
         told(unsafe { self.driver.primary_ctx_release(self.ordinal, self.handle) });
     }
@@ -215,27 +255,27 @@ impl Bound<'_> {
         }
     }
 
-    /// Queues a kernel over `n` moves, whose table is at `moves`.
+    /// Queues a kernel, a row of blocks for each entry of its table.
     ///
     /// # Safety
-    /// The table is there by then, and its moves lie in memory of the device.
+    /// The table is there by then, and its entries are about memory of the device.
     pub unsafe fn launch(
         &self,
         kernel: Kernel,
-        grid: (u32, u32),
-        mut moves: DevicePtr,
+        grid: Grid,
+        mut table: DevicePtr,
         stream: Handle,
     ) -> Result<()> {
         const THREADS: c_uint = 256;
         let function = self.device.functions[kernel as usize];
-        let mut args = [(&raw mut moves).cast::<c_void>()];
+        let mut args = [(&raw mut table).cast::<c_void>()];
         // SAFETY: the kernels take one pointer; the rest by contract.
         unsafe {
             self.driver().launch_kernel(
                 self.ordinal(),
                 function.0,
-                grid.0,
-                grid.1,
+                grid.x,
+                grid.y,
                 1,
                 THREADS,
                 1,

@@ -162,9 +162,9 @@ impl Driver {
         let no_cuda = |reason| Err(Error::NoCuda { reason });
         match DRIVER.get_or_init(Self::find) {
             Ok(driver) => Ok(driver),
-            Err(Unusable::NoLibrary) => {
-                no_cuda("libcuda is not on this machine, or cannot be loaded".to_owned())
-            }
+            Err(Unusable::NoLibrary) => no_cuda(
+                "libcuda is not on this machine, or cannot be loaded: install the NVIDIA driver".to_owned(),
+            ),
             Err(Unusable::NoSymbol(symbol)) => no_cuda(format!("the driver has no {symbol}")),
             Err(Unusable::Init { code: code::NO_DEVICE, .. }) => {
                 Err(Error::NoDevice { device: 0, n_device: 0 })

@@ -50,7 +50,7 @@ impl Drain {
         for stream in [lane.compute, lane.copy] {
             wait_for_blobs(stream, parts.iter().map(|part| part.plane))?;
         }
-        let table = lane.upload(&bound, &mut table)?;
+        let table = lane.upload_moves(&bound, &mut table)?;
         Ok(Self { lane, table, chunks, queued: 0, taken: 0, piece: 0 })
     }
 

@@ -83,7 +83,7 @@ pub struct StagingReport {
 #[derive(Debug, Default)]
 pub struct Staging {
     params: StagingParams,
-    /// No state is larger, so no buffer needs to be.
+    /// No state is larger, so no buffer needs to be. `None`: nobody knows.
     largest_state: Option<u64>,
     idle: Mutex<Vec<Lane>>,
     report: Mutex<StagingReport>,
@@ -124,10 +124,10 @@ impl Staging {
         self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A lane on `device`.
+    /// A lane on `device`: of those that are idle the last one, which has what was prepared for it.
     pub(super) fn lane(self: &Arc<Self>, device: &Arc<Device>) -> Result<LaneGuard> {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = idle.iter().position(|lane| lane.device.ordinal() == device.ordinal());
+        let at = idle.iter().rposition(|lane| lane.device.ordinal() == device.ordinal());
         let lane = at.map(|at| idle.swap_remove(at));
         drop(idle);
         let lane = lane.map_or_else(|| Lane::open(device), Ok)?;
@@ -231,26 +231,36 @@ impl Lane {
         copied.and(computed)
     }
 
-    /// Brings a table to the device, for launches on `compute`; returns where it is.
-    pub fn upload(&mut self, bound: &Bound<'_>, table: &mut Table) -> Result<DevicePtr> {
-        let size = table.size();
+    /// Has room for a table of `size` bytes.
+    pub fn reserve_table(&mut self, bound: &Bound<'_>, size: usize) -> Result<()> {
+        let room = self.table.as_ref().map_or(0, |(_, memory)| memory.size);
+        if (size as u64) <= room {
+            return Ok(());
+        }
+        bound.synchronize(self.compute)?;
+        self.table = None;
+        let room = (size as u64).next_power_of_two().max(4096);
+        let memory = DeviceMemory::new(&self.device, room, "the table of a transfer")?;
+        self.table = Some((PinnedMemory::new(&self.device, room)?, memory));
+        Ok(())
+    }
+
+    /// Brings a table of `size` bytes to the device, for launches on `compute`; returns where it is, as `write` is told.
+    pub fn upload(
+        &mut self,
+        bound: &Bound<'_>,
+        size: usize,
+        write: impl FnOnce(&mut [u8], DevicePtr),
+    ) -> Result<DevicePtr> {
         if size == 0 {
             return Ok(0);
         }
-        let room = self.table.as_ref().map_or(0, |(_, memory)| memory.size);
-        if (size as u64) > room {
-            bound.synchronize(self.compute)?;
-            self.table = None;
-            let room = (size as u64).next_power_of_two().max(4096);
-            let memory = DeviceMemory::new(&self.device, room, "the table of a transfer")?;
-            self.table = Some((PinnedMemory::new(&self.device, room)?, memory));
-        } else {
-            // SAFETY: a live event of the device.
-            unsafe { bound.driver().event_synchronize(bound.ordinal(), self.table_copied.0)? };
-        }
+        self.reserve_table(bound, size)?;
+        // SAFETY: a live event of the device.
+        unsafe { bound.driver().event_synchronize(bound.ordinal(), self.table_copied.0)? };
         let (pinned, memory) = self.table.as_mut().expect("it has just been made, or was there");
         let ptr = memory.ptr;
-        table.write(&mut pinned.bytes_mut()[..size], ptr);
+        write(&mut pinned.bytes_mut()[..size], ptr);
         // SAFETY: both sides have that many bytes; the pinned ones are not written before `table_copied`.
         unsafe {
             let src = pinned.as_ptr().cast_const().cast();
@@ -258,6 +268,11 @@ impl Lane {
         }
         bound.record(self.table_copied, self.compute)?;
         Ok(ptr)
+    }
+
+    /// Brings a table of moves to the device.
+    pub fn upload_moves(&mut self, bound: &Bound<'_>, table: &mut Table) -> Result<DevicePtr> {
+        self.upload(bound, table.size(), |out, ptr| table.write(out, ptr))
     }
 
     /// Queues launches of the table at `table`.
@@ -312,7 +327,7 @@ impl Lane {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        let Ok(bound) = self.device.bind() else { return };
+        let bound = self.device.bind_to_free();
         // What is queued uses the buffers.
         told(bound.synchronize(self.copy));
         told(bound.synchronize(self.compute));
@@ -343,9 +358,11 @@ impl LaneGuard {
         let StagingParams { size, count } = self.staging.params;
         let count = if count == 0 { DEFAULT_COUNT } else { count };
         let wanted = if size == 0 { DEFAULT_SIZE } else { size };
-        let of_states = self.staging.largest_state.unwrap_or(u64::MAX).max(total).max(1);
-        let mut size = wanted.min(of_states).max(min);
-        if self.capacity() >= min && !self.pinned.is_empty() {
+        let largest = self.staging.largest_state;
+        let mut size = wanted.min(largest.unwrap_or(0).max(total).max(1)).max(min);
+        // Where nobody knows how large states are, buffers grow with what is moved.
+        let enough = if largest.is_some() { min } else { size };
+        if self.capacity() >= enough && !self.pinned.is_empty() {
             return Ok(());
         }
         loop {

@@ -70,7 +70,7 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        let Ok(bound) = self.device.bind() else { return };
+        let bound = self.device.bind_to_free();
         let (driver, ordinal) = (bound.driver(), bound.ordinal());
         if self.last_use != Handle::NULL {
             told(bound.wait(self.device.stream, self.last_use));
@@ -150,7 +150,7 @@ impl PinnedMemory {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        let Ok(bound) = self.device.bind() else { return };
+        let bound = self.device.bind_to_free();
         // SAFETY: allocated by `mem_host_alloc`, and freed once; transfers that use it were waited for.
         told(unsafe { bound.driver().mem_free_host(bound.ordinal(), self.ptr.as_ptr().cast()) });
     }

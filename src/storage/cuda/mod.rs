@@ -1,6 +1,6 @@
 //! The memory of NVIDIA GPUs, through the CUDA driver.
 //!
-//! `driver` finds libcuda; `device` opens one, with the kernels of `cuda/kv.cu`; `memory` is what is allocated; `plane` is
+//! `driver` finds libcuda; `device` opens one, with the kernels of the folder `cuda`; `memory` is what is allocated; `plane` is
 //! where K and V lie. A batch is cut into `chunks`, described to the kernels by `moves`, and runs through a `lane`; `gather` and
 //! `scatter` are the two ways.
 //!
@@ -19,6 +19,7 @@ mod memory;
 mod moves;
 mod plane;
 mod scatter;
+mod shift;
 
 pub use device::Device;
 pub use lane::{CallerStream, Staging, StagingParams, StagingReport};
@@ -28,3 +29,4 @@ pub(super) use chunks::Part;
 pub(super) use gather::{Drain, gather};
 pub(super) use plane::DevicePlane;
 pub(super) use scatter::{LocalPart, copy_cells, gather_local, prepare, scatter, scatter_local, zero_cells};
+pub(super) use shift::{MAX_SPAN, ShiftPart, shift};

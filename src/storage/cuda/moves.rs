@@ -6,13 +6,14 @@ use std::ptr;
 
 use bytemuck::{Pod, Zeroable};
 
+use super::device::Grid;
 use super::driver::DevicePtr;
 use super::plane::DeviceGrid;
 use crate::error::{Error, Result};
 use crate::storage::CellMap;
 use crate::storage::region::Rectangle;
 
-/// The kernels of `cuda/kv.cu`.
+/// The kernels: of `cuda/kv.cu`, and the last of `cuda/shift.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kernel {
     /// Any elements.
@@ -24,11 +25,20 @@ pub(super) enum Kernel {
     Elements8,
     /// Zeroes any elements.
     Zero,
+    /// Turns rows of K.
+    Shift,
 }
 
 impl Kernel {
-    pub const ALL: [Self; 6] =
-        [Self::Rows, Self::Elements1, Self::Elements2, Self::Elements4, Self::Elements8, Self::Zero];
+    pub const ALL: [Self; 7] = [
+        Self::Rows,
+        Self::Elements1,
+        Self::Elements2,
+        Self::Elements4,
+        Self::Elements8,
+        Self::Zero,
+        Self::Shift,
+    ];
 
     pub fn name(self) -> &'static CStr {
         match self {
@@ -38,6 +48,7 @@ impl Kernel {
             Self::Elements4 => c"kv_move_4",
             Self::Elements8 => c"kv_move_8",
             Self::Zero => c"kv_zero",
+            Self::Shift => c"kv_shift_rows",
         }
     }
 
@@ -51,6 +62,12 @@ impl Kernel {
         }
     }
 }
+
+/// Moves of a launch, at most: what a grid can have in `y`.
+pub(super) const MAX_GRID_Y: usize = 65_535;
+
+/// Blocks that fill the largest devices many times over; the kernels take strides.
+pub(super) const MAX_GRID_X: u64 = 4096;
 
 /// `KvMove` of `cuda/kv.cu`, byte for byte.
 #[derive(Clone, Copy, Debug, Default, Pod, Zeroable)]
@@ -103,7 +120,7 @@ pub(super) struct Launch {
     pub kernel: Kernel,
     /// Offset of the first move in the table, bytes.
     pub offset: u64,
-    pub grid: (u32, u32),
+    pub grid: Grid,
 }
 
 /// The side of a move that is a plane: its cells, as a map names them.
@@ -272,9 +289,6 @@ impl Table {
 
     /// Adds the moves of a group; returns their launches, one for each kernel and 65,535 moves.
     pub fn add(&mut self, group: Group) -> Vec<Launch> {
-        const MAX_GRID_Y: usize = 65_535;
-        /// Blocks that fill the largest devices many times over; the kernels take strides.
-        const MAX_GRID_X: u64 = 4096;
         let Group(mut moves) = group;
         moves.sort_by_key(|&(kernel, _)| kernel);
         let mut launches = Vec::new();
@@ -282,7 +296,7 @@ impl Table {
             for moves in moves.chunks(MAX_GRID_Y) {
                 let kernel = moves[0].0;
                 let blocks = moves.iter().map(|(_, m)| kernel.blocks(m)).max().unwrap_or(1);
-                let grid = (small(blocks.clamp(1, MAX_GRID_X)), small(moves.len() as u64));
+                let grid = Grid::new(blocks.clamp(1, MAX_GRID_X), moves.len());
                 let offset = (self.moves.len() * size_of::<Move>()) as u64;
                 launches.push(Launch { kernel, offset, grid });
                 self.moves.extend(moves.iter().map(|&(_, m)| m));
@@ -329,10 +343,6 @@ fn of_size(plane: &DeviceGrid, block: &Rectangle, n_cells: u32) -> Move {
         elem_size: plane.elem_size,
         ..Move::default()
     }
-}
-
-fn small(n: u64) -> u32 {
-    u32::try_from(n).unwrap_or(u32::MAX)
 }
 
 /// Sizes of elements that the kernels can take.

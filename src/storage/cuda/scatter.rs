@@ -3,26 +3,43 @@
 //! The way of a gather back: a pinned buffer is filled, a copy brings it to the device, and kernels bring its elements to
 //! their cells, or the copy itself does where cells are neighbours.
 
+use std::ptr;
 use std::sync::Arc;
 
 use super::chunks::{Chunk, Part, Way, largest_element, plan};
 use super::device::{Bound, Device, to_usize};
 use super::driver::{DevicePtr, Handle};
 use super::lane::{Lane, LaneGuard};
-use super::memory::is_pinned;
+use super::memory::{DeviceMemory, is_pinned};
 use super::moves::{Group, Table};
 use super::plane::DevicePlane;
 use crate::error::Result;
 use crate::storage::batch::{Report, copy_slices};
 use crate::storage::{CellMap, TensorBytes, Transfer};
 
-/// Allocates what [`scatter`] will need, and checks that it can wait for the caller.
-pub(in crate::storage) fn prepare(parts: &[Part<'_>], transfer: &Transfer) -> Result<()> {
+/// Allocates what [`scatter`] of `staged`, [`scatter_local`] of the others and, if they fail, [`zero_cells`] will need, and checks
+/// that they can wait for the caller. All are of one device.
+pub(in crate::storage) fn prepare(
+    parts: &[Part<'_>],
+    staged: &[Part<'_>],
+    transfer: &Transfer,
+) -> Result<()> {
     let Some(first) = parts.first() else { return Ok(()) };
     let device = &first.plane.device;
     let mut lane = transfer.staging.lane(device)?;
     let bound = device.bind()?;
-    lane.stage(&bound, largest_element(parts), parts.iter().map(|part| part.block.bytes()).sum())?;
+    let mut table = Table::default();
+    if !staged.is_empty() {
+        lane.stage(&bound, largest_element(staged), staged.iter().map(|part| part.block.bytes()).sum())?;
+        (table, _) = plan(staged, Way::Scatter, lane.capacity(), &lane.buffer_ptrs());
+    }
+    // As large as that of a scatter from the device: a move for each plane, and the same cells.
+    let (mut zeroes, mut group) = (Table::default(), Group::default());
+    for part in parts {
+        zeroes.zero(&mut group, &part.plane.grid, part.map);
+    }
+    zeroes.add(group);
+    lane.reserve_table(&bound, table.size().max(zeroes.size()))?;
     transfer.stream_of(device).map_or(Ok(()), |stream| stream.check(&bound))
 }
 
@@ -41,7 +58,7 @@ pub(in crate::storage) fn scatter(
     lane.stage(&bound, largest_element(parts), total)?;
     let (mut table, chunks) = plan(parts, Way::Scatter, lane.capacity(), &lane.buffer_ptrs());
     lane.join(&bound, transfer.stream_of(device))?;
-    let table = lane.upload(&bound, &mut table)?;
+    let table = lane.upload_moves(&bound, &mut table)?;
     let is_direct = srcs.iter().all(|src| matches!(src, TensorBytes::Memory(bytes) if is_pinned(bytes)));
     let mut fill = Fill { lane, table, chunks, srcs };
     for i in 0..fill.chunks.len() {
@@ -185,11 +202,7 @@ pub(in crate::storage) fn gather_local(parts: &[LocalPart<'_>], transfer: &Trans
         table.gather(&mut group, &part.plane.grid, part.map, &part.block, blob.grid.ptr);
     }
     run(&mut lane, &bound, &mut table, group)?;
-    for part in parts {
-        if let Some(memory) = &part.blob.allocation {
-            memory.used_on(lane.compute)?;
-        }
-    }
+    allocations(parts.iter().map(|part| part.blob)).try_for_each(|memory| memory.used_on(lane.compute))?;
     lane.release(&bound, caller)
 }
 
@@ -233,18 +246,20 @@ fn in_place(
 
 fn run(lane: &mut Lane, bound: &Bound<'_>, table: &mut Table, group: Group) -> Result<()> {
     let launches = table.add(group);
-    let at = lane.upload(bound, table)?;
+    let at = lane.upload_moves(bound, table)?;
     lane.launch(bound, &launches, at)
 }
 
 /// Has `stream` run behind what fills blobs.
 pub(super) fn wait_for_blobs<'a>(stream: Handle, blobs: impl Iterator<Item = &'a DevicePlane>) -> Result<()> {
-    let mut last = std::ptr::null();
-    for memory in blobs.filter_map(|blob| blob.allocation.as_ref()) {
-        if !std::ptr::eq(last, Arc::as_ptr(memory)) {
-            last = Arc::as_ptr(memory);
-            memory.wait_on(stream)?;
-        }
-    }
-    Ok(())
+    allocations(blobs).try_for_each(|memory| memory.wait_on(stream))
+}
+
+/// The allocations of blobs, once each: those in one are neighbours.
+fn allocations<'a>(blobs: impl Iterator<Item = &'a DevicePlane>) -> impl Iterator<Item = &'a DeviceMemory> {
+    let mut last = ptr::null();
+    blobs.filter_map(|blob| blob.allocation.as_deref()).filter(move |&memory| {
+        let before = std::mem::replace(&mut last, ptr::from_ref(memory));
+        !ptr::eq(before, memory)
+    })
 }

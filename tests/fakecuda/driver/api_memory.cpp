@@ -41,14 +41,15 @@ CUresult device_side(CUdeviceptr ptr, size_t bytes, Side *side) {
     return CUDA_SUCCESS;
 }
 
+CUresult gone(const Side &side) {
+    report("queued work ran when its %zu bytes at %#lx were not there", side.range.bytes, side.range.start);
+    return CUDA_ERROR_ILLEGAL_ADDRESS;
+}
+
 CUresult move_bytes(Lock &lock, const Side &to, const Side &from) {
     char *dst = to.resolve();
     const char *src = from.resolve();
-    for (const auto &[side, at] : {std::pair(to, static_cast<const char *>(dst)), std::pair(from, src)}) {
-        if (at) continue;
-        report("a copy ran when its %zu bytes at %#lx were not there", side.range.bytes, (unsigned long)side.range.start);
-        return CUDA_ERROR_ILLEGAL_ADDRESS;
-    }
+    if (!dst || !src) return gone(dst ? from : to);
     lock.unlock();
     memmove(dst, src, to.range.bytes);
     lock.lock();
@@ -124,8 +125,12 @@ CUresult set_bytes(Context &context, CUdeviceptr dst, unsigned char value, size_
     Op work;
     work.uses.push_back(to.range);
     work.run = [to, value](Lock &lock) {
-        const Side from{nullptr, false, to.range, std::make_shared<std::vector<char>>(to.range.bytes, char(value))};
-        return move_bytes(lock, to, from);
+        char *dst = to.resolve();
+        if (!dst) return gone(to);
+        lock.unlock();
+        memset(dst, value, to.range.bytes);
+        lock.lock();
+        return CUDA_SUCCESS;
     };
     driver().worker.push(stream, std::move(work));
     return CUDA_SUCCESS;
@@ -135,8 +140,7 @@ CUresult set_bytes(Context &context, CUdeviceptr dst, unsigned char value, size_
 CUresult check_unused(Context &context, Range range, const OpP &after) {
     const size_t n = driver().worker.unfinished_use(range, after);
     if (n == 0) return CUDA_SUCCESS;
-    report("%zu bytes at %#lx are freed while %zu pieces of unfinished work use them", range.bytes,
-           (unsigned long)range.start, n);
+    report("%zu bytes at %#lx are freed under queued work: %zu uses of them", range.bytes, range.start, n);
     driver().calls.add("unfinished_use", n);
     return context.sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
 }

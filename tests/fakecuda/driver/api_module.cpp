@@ -44,14 +44,16 @@ std::vector<Range> pointers(const Launch &launch) {
     return found;
 }
 
-// A device reaches its own memory and what is pinned; nothing else.
-bool find_for_device(const void *device, uintptr_t address, uintptr_t *start, size_t *bytes) {
+// A device reaches its own memory and what is pinned; nothing else. Its own becomes readable as far as it is needed.
+bool find_for_device(void *device, uintptr_t address, uintptr_t *start, size_t *bytes) {
     Driver &driver = ::driver();
     const std::lock_guard<std::mutex> guard(driver.lock);
-    const auto *context = static_cast<const Context *>(device);
-    const Range first{address, 1};
-    const auto range = context->memory.covers(address) ? context->memory.usable(first) : driver.pinned.find(first);
+    auto *context = static_cast<Context *>(device);
+    const Range access{address, *bytes};
+    const bool own = context->memory.covers(address);
+    auto range = own ? context->memory.usable(access) : driver.pinned.find(access);
     if (!range) return false;
+    if (own) range = context->memory.open(access).within(*range);
     *start = range->start;
     *bytes = range->bytes;
     return true;
@@ -65,30 +67,27 @@ CUresult tell_fault(const Launch &launch, const FakeFault &fault) {
                                                               : "host memory that is not pinned";
     report("%s on device %d %s %zu bytes at %#lx: %s", launch.function->name.c_str(),
            launch.function->context->ordinal, fault.writes ? "writes" : "reads", fault.bytes,
-           (unsigned long)fault.address, what);
+           fault.address, what);
     return fault.misaligned ? CUDA_ERROR_MISALIGNED_ADDRESS : CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 
 CUresult run_launch(Lock &lock, Launch &launch) {
-    const Context &context = *launch.function->context;
+    Context &context = *launch.function->context;
     const FakeKernel &kernel = *launch.function->kernel;
     std::vector<void *> args;
     for (auto &arg : launch.args) args.push_back(arg.data());
     FakeLaunch fake{};
     std::copy(launch.grid, launch.grid + 3, fake.grid);
     std::copy(launch.block, launch.block + 3, fake.block);
-    fake.shared_bytes = launch.shared_bytes;
     fake.has_barrier = launch.function->has_barrier;
     fake.seed = launch.seed;
     fake.args = args.data();
     fake.find = find_for_device;
     fake.device = &context;
     FakeFault fault{};
-    context.memory.open();
     lock.unlock();
     const bool good = kernel.run(&kernel, &fake, &fault);
     lock.lock();
-    context.memory.close();
     return good ? CUDA_SUCCESS : tell_fault(launch, fault);
 }
 

@@ -12,7 +12,7 @@ struct sigaction before_segv, before_bus;
 // Only what a signal handler may call.
 void say(const char *what, uintptr_t address) {
     char text[160];
-    const int n = snprintf(text, sizeof text, "fakecuda: %s at %#lx\n", what, static_cast<unsigned long>(address));
+    const int n = snprintf(text, sizeof text, "fakecuda: %s at %#lx\n", what, address);
     if (write(STDERR_FILENO, text, size_t(n)) != n) return;
 }
 

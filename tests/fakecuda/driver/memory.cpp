@@ -11,7 +11,9 @@
 namespace {
 
 constexpr size_t PAGE = 4096;
-constexpr size_t ARENA_BYTES = size_t(1) << 40;
+constexpr size_t WINDOW = 64 << 10;
+// All that a process may ever allocate on a device; sanitizers leave no room for much more.
+constexpr size_t ARENA_BYTES = size_t(256) << 30;
 constexpr size_t DEFAULT_LIMIT = size_t(8) << 30;
 constexpr unsigned char POISON = 0xCD;
 
@@ -36,14 +38,18 @@ Arena::Arena() : limit(DEFAULT_LIMIT), file_(memfd_create("fakecuda", MFD_CLOEXE
     if (file_ < 0 || ftruncate(file_, off_t(ARENA_BYTES)) != 0) die("fakecuda: no memory for a device");
     device_ = {map_file(file_, PROT_NONE), ARENA_BYTES};
     view_ = reinterpret_cast<char *>(map_file(file_, PROT_READ | PROT_WRITE));
-    next_ = device_.start + PAGE;
+    // Windows lie inside.
+    next_ = (device_.start / WINDOW + 1) * WINDOW + PAGE;
 }
 
 CUresult Arena::allocate(size_t bytes, bool ready, CUdeviceptr *ptr) {
     if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
     const size_t span = whole_pages(bytes) + PAGE;
-    const size_t left = device_.bytes - (next_ - device_.start);
-    if (bytes > limit || live_bytes_ > limit - bytes || span > left) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (bytes > limit || live_bytes_ > limit - bytes) return CUDA_ERROR_OUT_OF_MEMORY;
+    if (span + PAGE > device_.bytes - (next_ - device_.start)) {
+        fprintf(stderr, "fakecuda: every address of the device has been used\n");
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
     // 256 bytes are what the real driver aligns to; more would hide code that counts on more.
     const uintptr_t start = next_ + 256;
     next_ += span + PAGE;
@@ -93,12 +99,18 @@ std::optional<Range> Arena::usable(Range range) const {
     return Range{found->first, found->second.bytes};
 }
 
-void Arena::open() const {
-    mprotect(reinterpret_cast<void *>(device_.start), next_ - device_.start, PROT_READ | PROT_WRITE);
+// Page tables are what it costs, so only windows that a kernel comes to are opened.
+Range Arena::open(Range range) {
+    const uintptr_t first = range.start / WINDOW * WINDOW, end = (range.start + range.bytes + WINDOW - 1) / WINDOW * WINDOW;
+    for (uintptr_t at = first; at < end; at += WINDOW) {
+        if (opened_.insert(at).second) mprotect(reinterpret_cast<void *>(at), WINDOW, PROT_READ | PROT_WRITE);
+    }
+    return {first, end - first};
 }
 
-void Arena::close() const {
-    mprotect(reinterpret_cast<void *>(device_.start), next_ - device_.start, PROT_NONE);
+void Arena::close() {
+    for (const uintptr_t at : opened_) mprotect(reinterpret_cast<void *>(at), WINDOW, PROT_NONE);
+    opened_.clear();
 }
 
 CUresult Pinned::allocate(size_t bytes, void **ptr) {

@@ -1,7 +1,9 @@
 // Memory of a device, and host memory that is pinned.
 #pragma once
+#include <algorithm>
 #include <map>
 #include <optional>
+#include <set>
 
 #include "cuda.h"
 
@@ -15,6 +17,11 @@ struct Range {
     }
     bool overlaps(Range other) const {
         return start < other.start + other.bytes && other.start < start + bytes;
+    }
+    // What both have; they overlap.
+    Range within(Range other) const {
+        const uintptr_t from = std::max(start, other.start);
+        return {from, std::min(start + bytes, other.start + other.bytes) - from};
     }
 };
 
@@ -42,8 +49,9 @@ class Arena {
     // Where the driver reads and writes what the device has at this address.
     char *view(uintptr_t address) const { return view_ + (address - device_.start); }
 
-    void open() const;
-    void close() const;
+    // For the device, until it has nothing to do. What is readable then, around these bytes.
+    Range open(Range range);
+    void close();
 
     size_t limit;
     size_t live_bytes() const { return live_bytes_; }
@@ -62,6 +70,8 @@ class Arena {
     Range device_;
     char *view_;
     uintptr_t next_;
+    // Windows of the device's view that are readable, by their starts.
+    std::set<uintptr_t> opened_;
     Allocations allocations_;
     size_t live_bytes_ = 0;
     size_t live_count_ = 0;

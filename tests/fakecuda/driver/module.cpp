@@ -73,6 +73,12 @@ bool same_params(const Entry &entry, const FakeKernel &kernel) {
            std::equal(entry.param_sizes.begin(), entry.param_sizes.end(), kernel.arg_sizes);
 }
 
+std::string listed(const std::vector<unsigned> &sizes) {
+    std::string text;
+    for (const unsigned size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+    return text;
+}
+
 CUresult check_header(const std::string &ptx) {
     const Settings &settings = driver().settings;
     int major = 0, minor = 0, target = 0;
@@ -125,7 +131,9 @@ CUresult load_ptx(const std::string &ptx, Context *context, ModuleP *module) {
     for (const Entry &entry : entries_of(ptx)) {
         const FakeKernel *kernel = driver().kernels.find(entry.name);
         if (kernel && !same_params(entry, *kernel)) {
-            report("%s: the PTX has other parameters than the source", entry.name.c_str());
+            const std::vector<unsigned> source(kernel->arg_sizes, kernel->arg_sizes + kernel->n_args);
+            report("%s: parameters of %s bytes in the PTX, of %s in the source", entry.name.c_str(),
+                   listed(entry.param_sizes).c_str(), listed(source).c_str());
             return CUDA_ERROR_INVALID_PTX;
         }
         loaded->functions.push_back(std::make_shared<Function>(Function{entry.name, context, kernel, entry.has_barrier}));

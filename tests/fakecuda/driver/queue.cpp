@@ -71,9 +71,22 @@ void Worker::ask(const OpP &op) {
 void Worker::finish(Lock &lock, const OpP &op) {
     // By value: the stream may get further work while the lock is free.
     const OpP goal = op;
-    if (!goal || goal->done) return;
-    ask(goal);
-    done_.wait(lock, [&] { return goal->done; });
+    while (goal && !goal->done) {
+        if (busy_) {
+            done_.wait(lock);
+            continue;
+        }
+        busy_ = true;
+        run_through(lock, goal);
+        release_device();
+    }
+}
+
+void Worker::release_device() {
+    for (const auto &context : driver().contexts) context->memory.close();
+    busy_ = false;
+    done_.notify_all();
+    if (!asked_.empty() || mode_ == Mode::Eager) work_.notify_one();
 }
 
 void Worker::finish_all(Lock &lock, const Context *context) {
@@ -130,13 +143,22 @@ void Worker::loop() {
     Lock lock(driver().lock);
     for (;;) {
         auto wake = Clock::time_point::max();
+        if (busy_) {
+            work_.wait(lock);
+            continue;
+        }
+        busy_ = true;
+        bool ran = true;
         if (!asked_.empty()) {
             const OpP goal = asked_.front();
             asked_.pop_front();
             run_through(lock, goal);
-        } else if (mode_ == Mode::Eager && run_any(lock, &wake)) {
-            continue;
-        } else if (wake != Clock::time_point::max()) {
+        } else {
+            ran = mode_ == Mode::Eager && run_any(lock, &wake);
+        }
+        release_device();
+        if (ran) continue;
+        if (wake != Clock::time_point::max()) {
             work_.wait_until(lock, wake);
         } else {
             work_.wait(lock);
@@ -160,7 +182,6 @@ void Worker::execute(Lock &lock, const OpP &op) {
         if (stream.destroyed && stream.queue.empty()) streams_.erase(streams_.begin() + long(i));
         break;
     }
-    done_.notify_all();
 }
 
 void Worker::run_through(Lock &lock, const OpP &goal) {

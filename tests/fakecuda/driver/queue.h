@@ -1,4 +1,4 @@
-// Streams as queues of work, events, and the one worker that is the device.
+// Streams as queues of work, events, and the worker that is the device.
 #pragma once
 #include <chrono>
 #include <condition_variable>
@@ -68,7 +68,8 @@ class Worker {
     void destroy(const StreamP &stream);
     OpP push(const StreamP &stream, Op work, std::vector<OpP> after = {});
 
-    // Runs the work and what it is ordered after, and waits.
+    // Runs the work and what it is ordered after. The waiting thread lends itself to the device if that is idle:
+    // two switches of threads for every small copy would take longer than the copy.
     void finish(Lock &lock, const OpP &op);
     void finish(Lock &lock, const Stream &stream) { finish(lock, stream.last); }
     void finish_all(Lock &lock, const Context *context = nullptr);
@@ -88,6 +89,7 @@ class Worker {
     void loop();
     void execute(Lock &lock, const OpP &op);
     void run_through(Lock &lock, const OpP &goal);
+    void release_device();
     void run_ready_frees(Lock &lock);
     bool run_any(Lock &lock, Clock::time_point *wake);
     Clock::time_point some_time();
@@ -95,6 +97,8 @@ class Worker {
     Mode mode_ = Mode::Lazy;
     std::mt19937 random_;
     bool started_ = false;
+    // A thread runs work; never two at a time.
+    bool busy_ = false;
     std::condition_variable work_, done_;
     std::deque<OpP> asked_;
     std::vector<StreamP> streams_;

@@ -20,14 +20,13 @@ struct FakeKernel {
 struct FakeLaunch {
     unsigned grid[3];
     unsigned block[3];
-    unsigned shared_bytes;
     // Threads of a block wait for each other: they need stacks of their own.
     bool has_barrier;
     unsigned seed;
     void **args;
-    // The memory that the device may use at an address: false if none.
-    bool (*find)(const void *device, uintptr_t address, uintptr_t *start, size_t *bytes);
-    const void *device;
+    // The memory that the device may use around the `*bytes` at an address: false if they are not in any.
+    bool (*find)(void *device, uintptr_t address, uintptr_t *start, size_t *bytes);
+    void *device;
 };
 
 // The access that ended a launch.

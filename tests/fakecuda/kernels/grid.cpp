@@ -1,11 +1,12 @@
 // Runs a grid: blocks and threads one after another in a shuffled order, every access looked at.
 #include "shim.h"
 
-#include <pthread.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <csetjmp>
+#include <cstdio>
+#include <cstdlib>
 #include <numeric>
 #include <random>
 #include <vector>
@@ -15,7 +16,6 @@
 namespace shim {
 
 uint3 thread_idx, block_idx, block_dim, grid_dim;
-char *shared_memory;
 
 uint3 get_thread_idx() { return thread_idx; }
 uint3 get_block_idx() { return block_idx; }
@@ -41,10 +41,10 @@ struct Running {
     // What was found lately; a kernel goes back and forth between a few allocations.
     Span recent[8];
     unsigned next_recent;
+    Span last_read, last_written;
     Span stack;
 
     std::vector<unsigned> blocks, threads;
-    std::vector<char> shared;
     // Threads that wait for each other.
     std::vector<ucontext_t> fibers;
     std::vector<char> fiber_stacks;
@@ -55,25 +55,16 @@ struct Running {
 Running running;
 
 constexpr size_t FIBER_STACK = 64 << 10;
+constexpr size_t KERNEL_STACK = 1 << 20;
 
 // Linker symbols: where this library lies, with its __shared__ and __constant__ data.
 extern "C" __attribute__((visibility("hidden"))) char __ehdr_start, _end;
 
-void find_own_memory() {
-    pthread_attr_t attributes;
-    void *start = nullptr;
-    pthread_getattr_np(pthread_self(), &attributes);
-    pthread_attr_getstack(&attributes, &start, &running.stack.bytes);
-    pthread_attr_destroy(&attributes);
-    running.stack.start = uintptr_t(start);
-}
-
 bool own_memory(uintptr_t address, size_t bytes) {
     const Span library{uintptr_t(&__ehdr_start), size_t(&_end - &__ehdr_start)};
     const Span fibers{uintptr_t(running.fiber_stacks.data()), running.fiber_stacks.size()};
-    const Span shared{uintptr_t(running.shared.data()), running.shared.size()};
     return running.stack.contains(address, bytes) || library.contains(address, bytes) ||
-           fibers.contains(address, bytes) || shared.contains(address, bytes);
+           fibers.contains(address, bytes);
 }
 
 [[noreturn]] void end_launch(FakeFault fault) {
@@ -82,20 +73,22 @@ bool own_memory(uintptr_t address, size_t bytes) {
 }
 
 void check_slowly(uintptr_t address, size_t bytes, bool writes) {
-    Span span{};
+    Span span{0, bytes};
     if (own_memory(address, bytes)) return;
     const FakeLaunch &launch = *running.launch;
-    if (!launch.find(launch.device, address, &span.start, &span.bytes) || !span.contains(address, bytes)) {
-        end_launch({address, bytes, writes, false});
-    }
+    if (!launch.find(launch.device, address, &span.start, &span.bytes)) end_launch({address, bytes, writes, false});
     running.recent[running.next_recent++ % std::size(running.recent)] = span;
 }
 
 void check(const void *at, size_t bytes, bool writes, size_t alignment) {
     const auto address = uintptr_t(at);
+    Span &last = writes ? running.last_written : running.last_read;
     if (address % alignment != 0) end_launch({address, bytes, writes, true});
+    if (last.contains(address, bytes)) return;
     for (const Span &span : running.recent) {
-        if (span.contains(address, bytes)) return;
+        if (!span.contains(address, bytes)) continue;
+        last = span;
+        return;
     }
     check_slowly(address, bytes, writes);
 }
@@ -161,17 +154,19 @@ void prepare(const FakeLaunch &launch) {
     std::mt19937 random(launch.seed);
     shuffled(running.blocks, size_t(grid.x) * grid.y * grid.z, random);
     shuffled(running.threads, size_t(block.x) * block.y * block.z, random);
-    running.shared.assign(launch.shared_bytes + 16, char(0xCD));
-    shim::shared_memory = reinterpret_cast<char *>((uintptr_t(running.shared.data()) + 15) / 16 * 16);
     shim::grid_dim = grid;
     shim::block_dim = block;
     std::fill(std::begin(running.recent), std::end(running.recent), Span{});
-    if (running.stack.bytes == 0) find_own_memory();
+    running.last_read = running.last_written = {};
 }
 
 } // namespace
 
 void shim::barrier() {
+    if (!running.launch->has_barrier) {
+        fprintf(stderr, "fakecuda: %s has a barrier that its PTX does not have\n", running.kernel->name);
+        abort();
+    }
     const unsigned self = running.fiber;
     swapcontext(&running.fibers[self], &running.scheduler);
 }
@@ -181,6 +176,9 @@ bool run_grid(const FakeKernel *kernel, const FakeLaunch *launch, FakeFault *fau
     running.launch = launch;
     running.fault = fault;
     prepare(*launch);
+    // What the kernel has on the stack lies below here.
+    const auto here = uintptr_t(__builtin_frame_address(0));
+    running.stack = {here - KERNEL_STACK, KERNEL_STACK};
     if (setjmp(running.out) != 0) return false;
     const uint3 grid = shim::grid_dim;
     for (const unsigned b : running.blocks) {

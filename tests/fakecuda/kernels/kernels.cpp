@@ -1,7 +1,11 @@
-// The kernels of cuda/kv.cu, compiled for the host.
+// The kernels of cuda/kv.cu and cuda/shift.cu, compiled for the host. A test may give a source with a fault in the place of kv.cu.
 #include "shim.h"
 
-#include "../../../cuda/kv.cu"
+#ifndef KERNEL_SOURCE
+#define KERNEL_SOURCE "../../../cuda/kv.cu"
+#endif
+#include KERNEL_SOURCE
+#include "../../../cuda/shift.cu"
 
 #include <type_traits>
 #include <utility>
@@ -34,6 +38,7 @@ template <auto kernel, class... Args> FakeKernel describe(const char *name, void
 
 const FakeKernel KERNELS[] = {
     KERNEL(kv_move_rows), KERNEL(kv_move_1), KERNEL(kv_move_2), KERNEL(kv_move_4), KERNEL(kv_move_8), KERNEL(kv_zero),
+    KERNEL(kv_shift_rows),
 };
 
 } // namespace

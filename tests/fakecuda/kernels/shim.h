@@ -1,8 +1,8 @@
 // Makes CUDA C++ of the host's: the words that a kernel's source uses, as the host compiler takes them.
 //
-// One thread of the device runs all kernels here, so where a thread of a grid is stands in plain globals.
+// Never do two kernels run at a time here, so where a thread of a grid is stands in plain globals.
 #pragma once
-#include <cstdint>
+#include <math.h>
 
 struct uint3 {
     unsigned x, y, z;
@@ -13,16 +13,12 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
-struct alignas(8) float2 {
-    float x, y;
-};
 
 namespace shim {
 
 // The place of the running thread. Read through functions that the compiler may call once: it never changes while a
 // kernel's function runs.
 extern uint3 thread_idx, block_idx, block_dim, grid_dim;
-extern char *shared_memory;
 #define FAKECUDA_PLACE __attribute__((const, noinline, no_sanitize("thread")))
 FAKECUDA_PLACE uint3 get_thread_idx();
 FAKECUDA_PLACE uint3 get_block_idx();
