@@ -799,6 +799,9 @@ size_t kvs_state_seq_get_data_ext(struct kvs_context *ctx,
 // consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
 // kvs_state_seq_get_data_ext.
 //
+// One exception: if the driver of a device fails in the middle of copies over cells that are in use, dest_seq_id is empty
+// afterwards. All that can be known before is refused before.
+//
 // To go back to a checkpoint that was taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY after n positions: restore it,
 // then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later (or the other way
 // round). No checkpoint is
@@ -984,7 +987,8 @@ size_t kvs_snapshot_device_size(const struct kvs_snapshot *snapshot);
 
 // Replaces sequence dest_seq_id by the state in a snapshot of a sequence, of this context or of another one of the same model;
 // or, with -1, all sequences by those in a snapshot of a whole context. A state like any other: it takes cells that are free or
-// the destination's. If it fails nothing has changed, unless a device fails in the middle: the destination is empty then.
+// the destination's. If it fails nothing has changed, but for a device that fails in the middle, as kvs_state_seq_set_data_ext
+// says.
 kvs_status kvs_snapshot_restore(struct kvs_context *ctx,
                                 const struct kvs_snapshot *snapshot,
                                 kvs_seq_id dest_seq_id);

@@ -103,6 +103,41 @@
 //! # }
 //! ```
 //!
+//! # Devices and snapshots
+//!
+//! With the feature `cuda` (on by default; it links nothing) the planes of a layer may be in the memory of a CUDA device:
+//! [`KvMemory::Devices`](memory::KvMemory::Devices) names one for each layer, and
+//! [`Plane::adopt_device`](storage::Plane::adopt_device) takes the engine's own memory.
+//! [`Context::set_stream`](Context::set_stream) names the stream that copies are ordered with. Everything above stays as it
+//! is; `docs/gpu.md` has the rest.
+//!
+//! A [`Snapshot`](context::Snapshot) is the state of a sequence, copied where the cache is, in host memory too. It can be
+//! restored anywhere, and saved in the background by a [`Job`](session::Job) while the cache goes on changing.
+//!
+//! ```
+//! # use kvstate::context::UbatchToken;
+//! # use kvstate::format::GgmlType;
+//! # use kvstate::memory::{KvParams, LayerParams, TensorParams};
+//! # use kvstate::types::{CellExt, StateFlags};
+//! # use kvstate::{Context, ContextParams};
+//! # fn main() -> kvstate::Result<()> {
+//! # let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 64 };
+//! # let kv = KvParams::new(256, 2, LayerParams { k: tensor, v: Some(tensor) });
+//! # let mut context = Context::new(ContextParams::new(2, vec![kv.into()]))?;
+//! # let prompt: Vec<_> = (0..9).map(|pos| UbatchToken { pos, ext: CellExt::default(), seq_ids: &[0] }).collect();
+//! # context.commit(&context.prepare(&prompt)?)?;
+//! let snapshot = context.seq_snapshot(0, StateFlags::empty())?;
+//! let buffer = vec![0; usize::try_from(snapshot.size()).expect("it fits in memory")];
+//! let job = snapshot.get_data_in_background(buffer, None)?;
+//! context.clear(true)?; // the server goes on
+//! let state = job.wait()?;
+//! context.seq_restore(&snapshot, 1)?;
+//! context.state_seq_set_data(&state, 0, StateFlags::empty())?;
+//! assert_eq!((context.seq_pos_max(0)?, context.seq_pos_max(1)?), (8, 8));
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Where things are
 //!
 //! The floors, each of which uses only those before it:
@@ -112,11 +147,11 @@
 //! | [`error`], [`types`] | one error enum with stable codes; positions, flags, windows, runs |
 //! | [`format`](mod@format) | byte layouts: bounded reading, headers and versions, ggml types |
 //! | [`cells`] | the metadata of cells, slots for a ubatch, placement of a restore |
-//! | [`storage`] | where tensor bytes live; gather and scatter in one batch |
-//! | [`state`] | sinks and sources: count, slice, file, device |
+//! | [`storage`] | where tensor bytes live, on the host or (`storage::cuda`) on devices; gather and scatter in one batch |
+//! | [`state`] | sinks and sources: count, slice, file, snapshot |
 //! | [`memory`] | sections: which cells a state holds, and how it is written and read |
 //! | [`context`] | the memory of one model, its states, and what an engine needs |
-//! | [`session`] | files |
+//! | [`session`] | files, and saves in the background |
 //! | [`capi`] | the C ABI |
 
 /// The Rust example of the README, which is run.

@@ -953,3 +953,11 @@ fn four_threads_with_streams_of_their_own_get_their_own_bytes() {
         assert_eq!(devices.cuda.live(), devices.before, "{mode:?}");
     }
 }
+
+/// For scripts that run other programs with the driver.
+#[test]
+#[ignore = "tests nothing"]
+fn where_the_driver_is() {
+    let cuda = FakeCuda::load();
+    println!("\nlibraries: {}\nkernels: {}", cuda.folder.display(), cuda.kernels.display());
+}

@@ -2,11 +2,13 @@
 #![allow(missing_docs, reason = "a test")]
 
 mod cc;
+mod fakecuda;
 
 use std::fs;
 use std::process::Command;
 
 use cc::{Link, build, link, repo, run, temp_dir};
+use fakecuda::FakeCuda;
 
 /// The one code block of the README in a language.
 fn example(language: &str) -> String {
@@ -95,6 +97,63 @@ int main(void) {
 fn the_example_of_a_view_saves_and_restores_a_cache_of_the_callers() {
     let printed = run_source("view.c", &(example("c view") + MAIN_OF_A_VIEW), cc::c(), Link::Dynamic);
     assert_eq!(printed, "5 1.5, 6 2.5, cleared 0\n");
+}
+
+/// Saves a sequence of a cache where the example puts it, clears it while the save runs, and loads the file.
+const MAIN_ON_A_GPU: &str = r#"
+int main(void) {
+    kvs_kv_layer_params layer = kvs_kv_layer_default_params();
+    layer.n_embd_k_gqa = layer.n_embd_v_gqa = 64;
+    layer.device = cache_device();
+    kvs_kv_params kv = kvs_kv_default_params();
+    kv.kv_size = 16;
+    kv.n_layer = 1;
+    kv.layers = &layer;
+    kvs_section_params section = kvs_section_default_params();
+    section.kv = &kv;
+    kvs_context_params params = kvs_context_default_params();
+    params.sections = &section;
+    params.n_section = 1;
+    kvs_context *ctx = NULL;
+    if (kvs_context_new(&params, &ctx)) return 1;
+    const kvs_pos pos[3] = {0, 1, 2};
+    kvs_ubatch ubatch = kvs_ubatch_default();
+    ubatch.n_tokens = 3;
+    ubatch.pos = pos;
+    kvs_slot *slot = NULL;
+    if (kvs_slot_prepare(ctx, &ubatch, &slot) || kvs_slot_commit(ctx, slot)) return 2;
+    kvs_slot_free(slot);
+    const kvs_token tokens[3] = {7, 8, 9};
+    kvs_token loaded[3];
+    kvs_job *job = begin_save(ctx, 0, tokens, 3, "slot");
+    kvs_memory_clear(kvs_get_memory(ctx), true);
+    const size_t size = end_save(job);
+    size_t n = 0;
+    if (size == 0 || kvs_state_seq_load_file(ctx, "slot", 0, loaded, 3, &n) != size) return 3;
+    if (begin_save(ctx, 5, tokens, 3, "slot") != NULL || end_save(begin_save(ctx, 0, NULL, 0, "no/slot")) != 0) return 4;
+    printf("device %d, %d tokens, position %d\n", layer.device, (int)n, kvs_memory_seq_pos_max(kvs_get_memory(ctx), 0));
+    kvs_context_free(ctx);
+    return 0;
+}
+"#;
+
+#[test]
+fn the_example_of_a_gpu_saves_in_the_background_with_and_without_one() {
+    let cuda = FakeCuda::load();
+    let dir = temp_dir();
+    fs::write(dir.path().join("gpu.c"), example("c gpu") + MAIN_ON_A_GPU).expect("the source");
+    let mut compiler = cc::c();
+    compiler.arg(dir.path().join("gpu.c"));
+    link(&mut compiler, Link::Dynamic);
+    let exe = build(compiler, dir.path(), "gpu");
+    for (devices, device) in [("0", -1), ("1", 0)] {
+        let printed = run(Command::new(&exe)
+            .current_dir(dir.path())
+            .env("LD_LIBRARY_PATH", &cuda.folder)
+            .env("FAKECUDA_KERNELS", &cuda.kernels)
+            .env("FAKECUDA_DEVICES", devices));
+        assert_eq!(printed, format!("device {device}, 3 tokens, position 2\n"));
+    }
 }
 
 #[test]

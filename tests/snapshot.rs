@@ -15,7 +15,10 @@ use kvstate::context::{Snapshot, UbatchToken};
 use kvstate::error::Error;
 use kvstate::format::GgmlType;
 use kvstate::memory::{KvMemory, KvParams, LayerParams, SectionParams};
-use kvstate::storage::{Progress, ProgressCallback, StagingParams};
+use kvstate::storage::{
+    CellMap, Device, Plane, PlaneShape, Progress, ProgressCallback, Region, Scatter, StagingParams,
+    TensorCopies, Transfer, scatter,
+};
 use kvstate::types::{CellExt, SeqId, StateFlags};
 use kvstate::{Context, ContextParams, Status};
 use support::place::{self, Place};
@@ -484,4 +487,50 @@ fn a_job_whose_file_cannot_be_says_so() {
     let error = job.wait().expect_err("no folder");
     assert_eq!(error.status(), Status::Io);
     assert!(error.to_string().contains("missing"), "{error}");
+}
+
+#[test]
+fn copies_are_read_in_other_pieces_than_they_were_written() {
+    let at = |n: u64| usize::try_from(n).expect("small");
+    let transfer = Transfer::default();
+    let allocate = |row_size: u64, kv_size: u32, on_host: bool| {
+        let shapes = [PlaneShape::dense_rows(row_size)];
+        let planes = match place::place() {
+            Place::Host => Plane::allocate(&shapes, kv_size),
+            Place::Mixed if on_host => Plane::allocate(&shapes, kv_size),
+            _ => Plane::allocate_on(&Device::open(0).expect("device 0"), &shapes, kv_size),
+        };
+        planes.expect("a plane").remove(0)
+    };
+    let mut planes =
+        [allocate(3, 4, true), allocate(16, 2, false), allocate(5, 1, true), allocate(2, 9, false)];
+    let mut bytes = Vec::new();
+    for (i, plane) in planes.iter_mut().enumerate() {
+        let size = plane.shape().span(plane.kv_size()).expect("a span");
+        let own = support::noise(&[i64::try_from(i).expect("few")], at(size));
+        plane.set(0, &own, &transfer).expect("bytes");
+        bytes.extend(own);
+    }
+    let region = |plane| {
+        let plane: &Plane = plane;
+        Region::new(plane, &Arc::new(CellMap::of_run(0, plane.kv_size()).expect("a run"))).expect("a region")
+    };
+    let copies = TensorCopies::of(&planes.iter().map(region).collect::<Vec<_>>(), &transfer).expect("copies");
+    drop(planes);
+    assert_eq!(copies.bytes(), bytes.len() as u64);
+    for start in place::cases(0..bytes.len() as u64) {
+        for len in place::cases(1..=bytes.len() as u64 - start) {
+            let n_cells = u32::try_from(len).expect("small");
+            let mut plane = allocate(1, n_cells, start.is_multiple_of(2));
+            let map = CellMap::of_run(0, n_cells).expect("a run");
+            let src = copies.range(start, len).expect("a range");
+            scatter(&mut [Scatter { plane: &mut plane, map: &map, n_src: n_cells, src }], &transfer, None)
+                .expect("a scatter");
+            let mut out = vec![0; at(len)];
+            plane.get(0, &mut out, &transfer).expect("bytes");
+            assert_eq!(out, bytes[at(start)..][..at(len)], "{len} bytes from {start} on");
+        }
+    }
+    assert!(copies.range(1, bytes.len() as u64).is_none());
+    assert!(copies.range(u64::MAX, 2).is_none());
 }

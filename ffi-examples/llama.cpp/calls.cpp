@@ -62,10 +62,11 @@ void check_call(llama_context & ctx, llama_seq_id seq_id, llama_state_seq_flags 
 }
 
 // Rotations of K and copies between streams that llama.cpp has put off until the next decode: the tensors are behind
-// the cells as long as they wait.
+// the cells as long as they wait. Devices are idle afterwards, since kvstate does not know the streams of ggml.
 void apply_pending(llama_context & ctx) {
     ctx.synchronize();
     ctx.memory_update(false);
+    ctx.synchronize();
 }
 
 // A sequence, or with -1 the whole context, which begins with the name of the architecture.
@@ -192,8 +193,9 @@ size_t load_file(llama_context & ctx, const char * filepath, llama_seq_id dest_s
     return io.n_bytes();
 }
 
-// States that stay behind. Those whose tensors the host can reach are kept here, by kvstate. Those of a device stay
-// on it, in llama.cpp's care, unless they are quantised: it keeps only a part of such tensors, and says nothing.
+// States that stay behind. Those whose tensors kvstate reaches, on the host or on CUDA devices, are kept here, by kvstate,
+// where they are. Those of other devices stay there in llama.cpp's care, unless they are quantised: it keeps only a part
+// of such tensors, and says nothing.
 namespace on_device {
 
 // The live state of a sequence.
@@ -233,7 +235,7 @@ size_t get_data(llama_context & ctx, uint8_t * dst, size_t size, llama_seq_id se
     }
     kept_state kept;
     size_t n = 0;
-    if (io.stays_on_device) {
+    if (io.is_for_llama_cpp()) {
         n = ORIGINAL(llama_state_seq_get_data_ext)(&ctx, dst, size, seq_id, flags);
         if (n == 0) {
             return 0;

@@ -16,8 +16,15 @@ inline void check(kvs_status status) {
     }
 }
 
-// Tensors that are in no host memory are reached through ggml's backends.
+// Tensors that kvstate does not reach by itself are reached through ggml's backends.
 const kvs_tensor_access & backend_access();
+
+// Where kvstate reaches a tensor by itself.
+struct tensor_place {
+    void *  data;   // NULL: it does not
+    int32_t device; // of CUDA, or KVS_DEVICE_HOST
+};
+tensor_place place_of(const ggml_tensor * tensor);
 
 // The tensor's bytes, if the host can read and write them.
 void * host_data(const ggml_tensor * tensor);
@@ -32,19 +39,27 @@ public:
 
     void write(const void * src, size_t size) override { check(kvs_state_writer_write(writer, src, size)); }
     void write_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
-        note(tensor);
+        // of tensors that are not part of a view, those of a device go through the access
+        note(tensor, host_data(tensor));
         check(kvs_state_writer_write_tensor(writer, tensor, host_data(tensor), offset, size));
     }
     size_t n_bytes() override { return kvs_state_writer_size(writer); }
 
-    // Looks at a tensor of the state.
-    void note(const ggml_tensor * tensor) {
-        stays_on_device = stays_on_device && !host_data(tensor) && !ggml_is_quantized(tensor->type);
+    // Looks at a tensor of the state, which kvstate reaches by itself or not.
+    void note(const ggml_tensor * tensor, bool is_reached) {
+        all_on_device = all_on_device && !host_data(tensor) && !ggml_is_quantized(tensor->type);
+        all_reached   = all_reached && is_reached;
     }
 
+    // Whether kvstate would bring tensors of a device to the host that llama.cpp can keep there: it keeps those that are
+    // not quantised.
+    bool is_for_llama_cpp() const { return all_on_device && !all_reached; }
+
     kvs_state_writer * writer = nullptr;
-    // All of its tensors are in the memory of devices, and none is quantised.
-    bool stays_on_device = true;
+
+private:
+    bool all_on_device = true;
+    bool all_reached   = true;
 };
 
 // Gives a state, first to be planned and then to be read. llama_kv_cache::state_read_sinfo knows it.

@@ -54,7 +54,7 @@ void llama_kv_cache::state_write(llama_io_write_i & io, llama_seq_id seq_id, lla
 
     kvs_status status;
     if (auto * own = dynamic_cast<writer_io *>(&io)) {
-        cache.each_tensor([&](const ggml_tensor * tensor) { own->note(tensor); });
+        cache.each_tensor([&](const ggml_tensor * tensor, bool is_reached) { own->note(tensor, is_reached); });
         status = kvs_state_writer_write_kv_cache(own->writer, &cache.view, flags);
     } else {
         foreign_io target(io);

@@ -46,7 +46,8 @@ llama_kv_cell_ext to_ext(const kvs_cell & cell) {
 }
 
 kvs_plane to_plane(ggml_tensor * tensor, uint32_t n_embd, uint64_t cell_stride, uint64_t channel_stride) {
-    return { tensor, host_data(tensor), KVS_DEVICE_HOST, tensor->type, n_embd, 0, cell_stride, channel_stride };
+    const tensor_place place = place_of(tensor);
+    return { tensor, place.data, place.device, tensor->type, n_embd, 0, cell_stride, channel_stride };
 }
 
 std::vector<llama_kv_cells> & cells_of(llama_kv_cache & kv) {

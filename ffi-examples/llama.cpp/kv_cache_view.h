@@ -12,11 +12,12 @@ public:
     kv_cache_view(const kv_cache_view &) = delete;
     kv_cache_view & operator=(const kv_cache_view &) = delete;
 
+    // call(tensor, whether kvstate reaches it by itself)
     template <typename F> void each_tensor(F && call) const {
         for (const auto * planes : { &k, &v }) {
             for (const kvs_plane & plane : *planes) {
                 if (plane.tensor) {
-                    call(static_cast<const ggml_tensor *>(plane.tensor));
+                    call(static_cast<const ggml_tensor *>(plane.tensor), plane.data != nullptr);
                 }
             }
         }

@@ -114,7 +114,8 @@ pub unsafe extern "C" fn kvs_snapshot_device_size(snapshot: *const kvs_snapshot)
 
 /// Replaces sequence dest_seq_id by the state in a snapshot of a sequence, of this context or of another one of the same model;
 /// or, with -1, all sequences by those in a snapshot of a whole context. A state like any other: it takes cells that are free or
-/// the destination's. If it fails nothing has changed, unless a device fails in the middle: the destination is empty then.
+/// the destination's. If it fails nothing has changed, but for a device that fails in the middle, as kvs_state_seq_set_data_ext
+/// says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_snapshot_restore(
     ctx: *mut kvs_context,

@@ -222,6 +222,9 @@ pub unsafe extern "C" fn kvs_state_seq_get_data_ext(
 /// consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
 /// kvs_state_seq_get_data_ext.
 ///
+/// One exception: if the driver of a device fails in the middle of copies over cells that are in use, dest_seq_id is empty
+/// afterwards. All that can be known before is refused before.
+///
 /// To go back to a checkpoint that was taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY after n positions: restore it,
 /// then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later (or the other way
 /// round). No checkpoint is

@@ -16,9 +16,9 @@ use crate::memory::{
     KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, RopeParams, Scope, SectionParams, SectionRope,
     Streams, WriteParams,
 };
-use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source, TensorCopies};
+use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source};
 use crate::storage::{
-    CallerStream, ProgressCallback, Staging, StagingParams, StagingReport, Threads, Transfer,
+    CallerStream, ProgressCallback, Staging, StagingParams, StagingReport, TensorCopies, Threads, Transfer,
 };
 use crate::types::{Pos, PosRange, Seq, SeqId, StateFlags};
 

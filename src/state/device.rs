@@ -2,9 +2,10 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{Source, TensorCopies};
+use super::Source;
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
+use crate::storage::TensorCopies;
 use crate::types::{SeqId, StateFlags};
 
 /// The tensors of a sequence's state, and the blob that was given out for them.

@@ -1,8 +1,7 @@
 //! Sinks: count, slice, record, device.
 
-use super::TensorCopies;
 use crate::error::{Error, Result};
-use crate::storage::{self, ProgressCallback, Region, Transfer};
+use crate::storage::{self, ProgressCallback, Region, TensorCopies, Transfer};
 
 /// Takes a state's bytes in order. `'a` is the cache that the regions point into.
 pub trait Sink<'a> {

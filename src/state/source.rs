@@ -2,10 +2,10 @@
 
 use std::fs::File;
 
-use super::snapshot::{CopiesCursor, Snapshot, TensorCopies};
+use super::snapshot::{CopiesCursor, Snapshot};
 use crate::error::{Error, Result};
 use crate::format::{Cursor, StateVersion};
-use crate::storage::{TensorBytes, read_error, read_exact_at};
+use crate::storage::{TensorBytes, TensorCopies, read_error, read_exact_at};
 use crate::types::Token;
 
 /// Where a state's tensors are.

@@ -12,7 +12,7 @@ use super::file::{read_error, read_exact_at};
 use super::host::How;
 use super::kernels::Kernels;
 use super::region::Rectangle;
-use super::{CellMap, Plane, ProgressCallback, Region, Threads, Transfer};
+use super::{CellMap, Plane, ProgressCallback, Region, TensorCopies, Threads, Transfer};
 use crate::error::{Error, Result};
 
 /// Bytes of a piece: few enough to lie in the cache between a file and a plane, enough to be worth a system call.
@@ -38,8 +38,15 @@ pub enum TensorBytes<'a> {
         /// Number of bytes.
         len: u64,
     },
-    /// In a plane of their own, which has just these cells: a snapshot's.
-    Plane(&'a Plane),
+    /// Among copies of tensors, not all of them in host memory.
+    Copies {
+        /// The copies.
+        copies: &'a TensorCopies,
+        /// Offset of the first byte.
+        offset: u64,
+        /// Number of bytes.
+        len: u64,
+    },
 }
 
 /// One plane's part of a restore.
@@ -147,7 +154,7 @@ pub fn copy_regions(regions: &[Region<'_>], transfer: &Transfer) -> Result<Vec<P
             copies[i] = Some(Plane::of_device(plane, kv_size, shape));
         }
     }
-    let mut planes = Plane::allocate_each(&shapes(&on_host), "a snapshot")?;
+    let mut planes = Plane::allocate_copies(&shapes(&on_host))?;
     let parts =
         on_host.iter().zip(&mut planes).filter_map(|(&i, plane)| Some((&regions[i], plane.as_bytes_mut()?)));
     gather_each(parts.collect(), transfer, &mut Report::new(None, 0))?;
@@ -167,7 +174,7 @@ pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<()> {
             let Some(plane) = part.plane.on_device() else { continue };
             let block = Rectangle::new(part.plane.shape(), 0..part.n_src);
             parts.push(Part { plane, map: part.map, block });
-            if !matches!(part.src, TensorBytes::Plane(blob) if blob.is_beside(part.plane)) {
+            if part.src.beside(part.plane).is_none() {
                 staged.extend(parts.last().cloned());
             }
         }
@@ -192,32 +199,33 @@ pub fn scatter(
     }
     let mut report = Report::new(progress, batch.iter().map(|part| part.src.len()).sum());
     // What lies on a device goes to a plane there by itself; to any other it goes through host memory.
-    let mut fetched = Vec::new();
+    let (mut beside, mut fetched) = (Vec::new(), Vec::new());
     for part in &*batch {
+        let blob = part.src.beside(part.plane);
         fetched.push(match part.src {
-            TensorBytes::Plane(blob) if !blob.is_beside(part.plane) => Some(blob.to_host(transfer)?),
+            TensorBytes::Copies { copies, offset, len } if blob.is_none() => {
+                Some(copies.to_host(offset, len, transfer)?)
+            }
             _ => None,
         });
+        beside.push(blob);
     }
-    let parts = batch.iter().zip(&fetched).map(|(part, fetched)| {
+    let parts = batch.iter().zip(&fetched).zip(&beside).map(|((part, fetched), beside)| {
         let src = fetched.as_deref().map_or(part.src, TensorBytes::Memory);
-        HostSource { plane: part.plane, map: part.map, n_src: part.n_src, src }
+        Source { plane: part.plane, map: part.map, n_src: part.n_src, src, beside: beside.as_ref() }
     });
     let (on_host, on_device): (Vec<_>, Vec<_>) = parts.partition(|part| part.plane.on_device().is_none());
     for group in by_device(on_device, |part| part.plane.device()) {
         let (mut parts, mut srcs, mut local, mut local_bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
-        for HostSource { plane, map, n_src, src } in group {
+        for Source { plane, map, n_src, src, beside } in group {
             let Some(on_device) = plane.on_device() else { continue };
             let part = Part { plane: on_device, map, block: Rectangle::new(plane.shape(), 0..n_src) };
-            match src {
-                TensorBytes::Plane(blob) => {
-                    local_bytes += src.len();
-                    local.extend(blob.on_device().map(|blob| LocalPart { part, blob }));
-                }
-                src => {
-                    parts.push(part);
-                    srcs.push(src);
-                }
+            if let Some(blob) = beside {
+                local_bytes += src.len();
+                local.push(LocalPart { part, blob });
+            } else {
+                parts.push(part);
+                srcs.push(src);
             }
         }
         cuda::scatter_local(&local, transfer)?;
@@ -247,11 +255,14 @@ pub fn scatter(
 }
 
 /// A part of a restore whose plane `batch` has borrowed for writing.
-struct HostSource<'a> {
+struct Source<'a> {
     plane: &'a Plane,
     map: &'a CellMap,
     n_src: u32,
+    /// On the host, or `beside`.
     src: TensorBytes<'a>,
+    /// The bytes, on the device of the plane.
+    beside: Option<&'a DevicePlane>,
 }
 
 /// Copies the cells that `map` names between planes, `(dst, src)`, of which each pair has one shape (`seq_cp` across
@@ -382,8 +393,7 @@ impl<'a> TensorBytes<'a> {
     pub fn len(&self) -> u64 {
         match self {
             Self::Memory(bytes) => bytes.len() as u64,
-            Self::File { len, .. } => *len,
-            Self::Plane(plane) => plane.shape().cell_bytes() * u64::from(plane.kv_size()),
+            Self::File { len, .. } | Self::Copies { len, .. } => *len,
         }
     }
 
@@ -400,10 +410,7 @@ impl<'a> TensorBytes<'a> {
     {
         match *self {
             Self::Memory(bytes) => Ok(&bytes[index(start)..][..index(len)]),
-            Self::Plane(plane) => match plane.as_bytes() {
-                Some(bytes) => Ok(&bytes[index(start)..][..index(len)]),
-                None => Err(Error::Internal(format!("{plane:?} was not brought to the host"))),
-            },
+            Self::Copies { .. } => Err(Error::Internal(format!("{self:?} was not brought to the host"))),
             Self::File { .. } => {
                 buffer
                     .try_reserve(index(len).saturating_sub(buffer.len()))
@@ -415,6 +422,14 @@ impl<'a> TensorBytes<'a> {
                 self.read(start, piece)?;
                 Ok(piece)
             }
+        }
+    }
+
+    /// The bytes where they are, if that is the device of `plane`.
+    fn beside(&self, plane: &Plane) -> Option<DevicePlane> {
+        match *self {
+            Self::Copies { copies, offset, len } => copies.on_device(plane.device()?, offset, len),
+            Self::Memory(_) | Self::File { .. } => None,
         }
     }
 

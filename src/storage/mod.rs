@@ -8,6 +8,7 @@
 
 mod batch;
 mod cell_map;
+mod copies;
 #[cfg(feature = "cuda")]
 mod cuda;
 #[cfg(not(feature = "cuda"))]
@@ -27,6 +28,7 @@ use std::ops::Range;
 
 pub use batch::{Scatter, TensorBytes, copy_cells, copy_regions, gather, prepare, scatter, zero_cells};
 pub use cell_map::CellMap;
+pub use copies::TensorCopies;
 pub use cuda::{
     CallerStream, Device, Staging, StagingParams, StagingReport, alloc_pinned, free_pinned, register_host,
     unregister_host,

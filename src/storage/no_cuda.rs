@@ -162,6 +162,10 @@ impl DevicePlane {
         match **device {}
     }
 
+    pub fn starting_at(&self, _: u64) -> Self {
+        match *self.device {}
+    }
+
     pub fn is_allocated(&self) -> bool {
         match *self.device {}
     }

@@ -152,17 +152,22 @@ impl Plane {
     /// the memory cannot be had.
     pub fn allocate(shapes: &[PlaneShape], kv_size: u32) -> Result<Vec<Self>> {
         let shapes: Vec<_> = shapes.iter().map(|&shape| (shape, kv_size)).collect();
-        Self::allocate_each(&shapes, "the cache")
+        Self::allocate_each(&shapes, ALIGN as u64, "the cache")
     }
 
-    /// As [`Plane::allocate`], each with a number of cells of its own; `what` for messages.
-    pub(super) fn allocate_each(shapes: &[(PlaneShape, u32)], what: &'static str) -> Result<Vec<Self>> {
+    /// Planes of copies, each with a number of cells of its own; in their allocation they touch.
+    pub(super) fn allocate_copies(shapes: &[(PlaneShape, u32)]) -> Result<Vec<Self>> {
+        Self::allocate_each(shapes, 1, "a snapshot")
+    }
+
+    /// Planes at multiples of `align`, a power of 2 up to [`ALIGN`]; `what` for messages.
+    fn allocate_each(shapes: &[(PlaneShape, u32)], align: u64, what: &'static str) -> Result<Vec<Self>> {
         let mut offsets = Vec::with_capacity(shapes.len());
         let mut size = 0_u64;
         for (shape, kv_size) in shapes {
             shape.check(*kv_size).map_err(|reason| Error::arg("shape", reason))?;
             offsets.push(size);
-            let span = shape.span(*kv_size).and_then(|span| span.checked_next_multiple_of(ALIGN as u64));
+            let span = shape.span(*kv_size).and_then(|span| span.checked_next_multiple_of(align));
             size = size.saturating_add(span.unwrap_or(u64::MAX));
         }
         if shapes.is_empty() {
@@ -276,6 +281,12 @@ impl Plane {
         Err(Error::arg("offset", format!("{len} bytes at {offset} of a plane of {span}")))
     }
 
+    /// Bytes of all its cells.
+    pub(super) fn dense_bytes(&self) -> u64 {
+        // No overflow: cells do not overlap, so this is at most the span.
+        self.shape.cell_bytes() * u64::from(self.kv_size)
+    }
+
     /// All its bytes, if it is in host memory and has no gaps.
     pub(super) fn as_bytes(&self) -> Option<&[u8]> {
         self.contiguous(Run { start: 0, len: self.kv_size }, &(0..self.shape.strides().n_channel))
@@ -292,16 +303,6 @@ impl Plane {
             }
             _ => None,
         }
-    }
-
-    /// A copy of all its bytes, which have no gaps.
-    pub(super) fn to_host(&self, transfer: &Transfer) -> Result<Vec<u8>> {
-        let len = self.shape.span(self.kv_size).unwrap_or(u64::MAX);
-        let mut bytes = super::batch::zeroed(len, "a snapshot on its way to another device")?;
-        let map = Arc::new(CellMap::of_run(0, self.kv_size)?);
-        let region = super::Region::new(self, &map)?;
-        super::gather(&[(0, region)], &mut bytes, &transfer.detached(), None)?;
-        Ok(bytes)
     }
 
     /// The owner's name for the tensor, 0 if it gave none.

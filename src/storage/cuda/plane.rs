@@ -86,10 +86,16 @@ impl DevicePlane {
 
     /// Planes that are filled on the device's own streams, each of its shape and number of cells, in one allocation.
     pub fn allocate_copies(device: &Arc<Device>, shapes: &[(PlaneShape, u32)]) -> Result<Vec<Self>> {
-        let (offsets, size) = offsets(shapes.iter().map(|&(shape, kv_size)| shape.span(kv_size)));
+        // They touch: a range of them is a range of the memory.
+        let (offsets, size) = offsets(shapes.iter().map(|&(shape, kv_size)| shape.span(kv_size)), 1);
         let memory = DeviceMemory::on_stream(device, size, "a snapshot on the device", device.stream)?;
         let shapes: Vec<_> = shapes.iter().map(|&(shape, _)| shape).collect();
         Self::in_memory(&Arc::new(memory), &shapes, &offsets)
+    }
+
+    /// The same memory from another address on.
+    pub fn starting_at(&self, ptr: DevicePtr) -> Self {
+        Self { grid: DeviceGrid { ptr, ..self.grid }, ..self.clone() }
     }
 
     /// Bytes from `offset` on, which lie in the plane.
@@ -136,16 +142,16 @@ impl DevicePlane {
 }
 
 /// Where planes of these shapes lie in an allocation, and its size, at least 1.
-pub(super) fn offsets_of(shapes: &[PlaneShape], kv_size: u32) -> (Vec<u64>, u64) {
-    offsets(shapes.iter().map(|shape| shape.span(kv_size)))
+fn offsets_of(shapes: &[PlaneShape], kv_size: u32) -> (Vec<u64>, u64) {
+    offsets(shapes.iter().map(|shape| shape.span(kv_size)), ALIGN)
 }
 
-/// Where pieces of these sizes lie in an allocation, and its size, at least 1.
-pub(super) fn offsets(sizes: impl Iterator<Item = Option<u64>>) -> (Vec<u64>, u64) {
+/// Where pieces of these sizes lie in an allocation, at multiples of `align`, and its size, at least 1.
+fn offsets(sizes: impl Iterator<Item = Option<u64>>, align: u64) -> (Vec<u64>, u64) {
     let mut size = 0_u64;
     let offsets = sizes.map(|bytes| {
         let offset = size;
-        let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(ALIGN));
+        let bytes = bytes.and_then(|bytes| bytes.checked_next_multiple_of(align));
         size = size.saturating_add(bytes.unwrap_or(u64::MAX));
         offset
     });
