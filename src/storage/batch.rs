@@ -79,6 +79,9 @@ pub fn gather(
     if need > size {
         return Err(Error::BufferTooSmall { need, size });
     }
+    if batch.is_empty() {
+        return Ok(());
+    }
     let mut report = Report::new(progress, batch.iter().map(|(_, region)| region.bytes()).sum());
     let in_order = batch.windows(2).all(|pair| end(&pair[0]) <= pair[1].0);
     if !in_order {
