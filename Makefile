@@ -9,7 +9,7 @@ LIBS := -lpthread -ldl -lm
 LLAMA_CPP_DIR ?= $(CURDIR)/target/llama.cpp
 export LLAMA_CPP_DIR
 
-.PHONY: demo test test-llama-server header bench bench-quick bench-llama bench-llama-quick llama-cpp clean
+.PHONY: demo test test-llama-server header bench bench-quick bench-device bench-llama bench-llama-quick llama-cpp clean
 
 # A server's day: prompt, checkpoints, edit, slot file, second process; and a slot file of a real llama.cpp.
 demo: build/demo
@@ -43,6 +43,10 @@ bench:
 # The table in seconds, to see that it runs.
 bench-quick:
 	cargo bench --quiet --bench table -- --quick
+
+# A cache on device 0 beside plain copies of the driver: docs/gpu-check.md.
+bench-device:
+	cargo bench --bench device
 
 # kvstate beside llama.cpp: docs/bench-llama.md.
 bench-llama: build/bench-llama

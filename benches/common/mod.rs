@@ -102,6 +102,12 @@ pub fn filled(kv: KvParams, owners: &[SeqId], threads: usize) -> Context {
         ContextParams { shift: Shift::Engine, sync_files: false, ..ContextParams::new(65, vec![kv.into()]) };
     params.threads = Threads::new(threads);
     let mut context = Context::new(params).expect("memory for the cache");
+    fill(&mut context, owners);
+    context
+}
+
+/// Takes the cells of `owners`, from cell 0 on.
+pub fn fill(context: &mut Context, owners: &[SeqId]) {
     let seq_ids: Vec<SeqId> = (0..N_SEQ).collect();
     let mut next = vec![0; seq_ids.len()];
     let tokens: Vec<_> = owners
@@ -115,7 +121,14 @@ pub fn filled(kv: KvParams, owners: &[SeqId], threads: usize) -> Context {
         .collect();
     let slot = context.prepare(&tokens).expect("the cache is large enough");
     context.commit(&slot).expect("nothing happened in between");
-    context
+}
+
+/// A restore found the cells again that the state was saved from.
+pub fn check_owners(context: &Context, owners: &[SeqId]) {
+    for (cell, &owner) in (0..).zip(owners) {
+        let (CellMeta { seqs, .. }, _) = context.cell(0, 0, cell).expect("in range").expect("in use");
+        assert_eq!(seqs.single().map(Seq::id), Some(owner), "sequence of cell {cell}");
+    }
 }
 
 /// Gives cells to `n` tokens of a sequence, from position `pos` on: time of prepare and commit.
@@ -161,10 +174,7 @@ impl Case {
         let mut state = vec![0; usize::try_from(size).expect("64 bits")];
         context.state_seq_get_data(&mut state, 0, NONE).expect("it fits");
         context.state_seq_set_data(&state, 0, NONE).expect("its own state");
-        for (cell, &owner) in (0..).zip(owners) {
-            let (CellMeta { seqs, .. }, _) = context.cell(0, 0, cell).expect("in range").expect("in use");
-            assert_eq!(seqs.single().map(Seq::id), Some(owner), "sequence of cell {cell}");
-        }
+        check_owners(&context, owners);
         let out = state.clone();
         Self { context, state, out, dir: tempfile::tempdir().expect("a folder") }
     }

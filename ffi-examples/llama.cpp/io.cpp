@@ -24,13 +24,15 @@ const kvs_tensor_access & backend_access() {
     return access;
 }
 
-void * host_data(const ggml_tensor * tensor) {
+// For tests without a GPU: as if every tensor were where only ggml's calls reach it.
 #ifdef KVSTATE_LLAMA_REMOTE
-    // for tests without a GPU: as if every tensor were on one
-    (void) tensor;
-    return nullptr;
+static constexpr bool ALL_REMOTE = true;
+#else
+static constexpr bool ALL_REMOTE = false;
 #endif
-    return tensor->buffer && ggml_backend_buffer_is_host(tensor->buffer) ? tensor->data : nullptr;
+
+void * host_data(const ggml_tensor * tensor) {
+    return !ALL_REMOTE && tensor->buffer && ggml_backend_buffer_is_host(tensor->buffer) ? tensor->data : nullptr;
 }
 
 namespace {
@@ -73,8 +75,7 @@ tensor_place place_of(const ggml_tensor * tensor) {
     if (void * data = host_data(tensor)) {
         return { data, KVS_DEVICE_HOST };
     }
-#ifndef KVSTATE_LLAMA_REMOTE
-    if (tensor->buffer && is_named_cuda(tensor)) {
+    if (!ALL_REMOTE && tensor->buffer && is_named_cuda(tensor)) {
         // other libraries call their devices CUDA as well: the driver has to know the address
         const int32_t device = kvs_device_of(tensor->data);
         if (device == KVS_DEVICE_HOST) {
@@ -85,7 +86,6 @@ tensor_place place_of(const ggml_tensor * tensor) {
             return { tensor->data, device };
         }
     }
-#endif
     return { nullptr, KVS_DEVICE_HOST };
 }
 

@@ -196,7 +196,7 @@ pub(super) struct LocalPart<'a> {
     pub blob: &'a DevicePlane,
 }
 
-pub(super) const MAX_SPAN: u32 = 0;
+pub(super) const MAX_SPAN: u32 = 1024;
 
 #[derive(Debug)]
 pub(super) struct ShiftPart<'a> {
