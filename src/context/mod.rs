@@ -263,6 +263,16 @@ impl Context {
         }
     }
 
+    /// Frees the tensors of the live `ON_DEVICE` state of a sequence, if there is one: its blob can no longer be restored.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn drop_device_state(&mut self, seq_id: SeqId) -> Result<()> {
+        self.seq(seq_id)?;
+        self.device_states.remove(&seq_id);
+        Ok(())
+    }
+
     /// Whether a save waits for the disk.
     pub(crate) fn syncs_files(&self) -> bool {
         self.sync_files
@@ -296,9 +306,12 @@ impl Context {
     /// Empties every section; with `data` the tensors are zeroed as well. `ON_DEVICE` states survive.
     ///
     /// # Errors
-    /// If memory that is reached through calls of its owner cannot be zeroed; no cell is used any more all the
-    /// same.
+    /// [`Error::InvalidArgument`] for a stream that is being captured into a graph; nothing has changed then. If memory of a
+    /// device, or memory that is reached through calls of its owner, cannot be zeroed; no cell is used any more all the same.
     pub fn clear(&mut self, data: bool) -> Result<()> {
+        if data {
+            self.transfer.check_streams()?;
+        }
         self.changed();
         self.memory.clear(data, &self.transfer)
     }
@@ -327,6 +340,9 @@ impl Context {
         }
         let range = PosRange::new(p0, p1);
         self.memory.check_seq_cp(src, dst, range)?;
+        if self.n_stream() > 1 {
+            self.transfer.check_streams()?;
+        }
         self.changed();
         self.memory.seq_cp(src, dst, range, &self.transfer)
     }
@@ -519,6 +535,7 @@ impl Context {
         let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
         let need = self.state_seq_get_size(seq_id, flags)?;
         let dst = fitting(dst, need)?;
+        self.transfer.check_streams()?;
         self.apply_shifts_before(params)?;
         if flags.contains(StateFlags::ON_DEVICE) {
             let mut sink = DeviceSink::new(dst);
@@ -582,6 +599,7 @@ impl Context {
     /// [`Error::BufferTooSmall`] (`dst` is untouched then), [`Error::ShiftFailed`].
     pub fn state_get_data(&mut self, dst: &mut [u8]) -> Result<usize> {
         let dst = fitting(dst, self.state_get_size()?)?;
+        self.transfer.check_streams()?;
         self.apply_shifts_before(self.write_params(Scope::Whole, StateFlags::empty()))?;
         let mut sink = SliceSink::new(dst);
         self.write_whole(&mut sink)?;

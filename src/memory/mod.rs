@@ -307,17 +307,21 @@ impl Memory {
     ) -> Result<()> {
         // Cells that are taken from others are taken first, so that nobody is left with tensors that are not his.
         let overwrites = self.state_overwrites(plan);
+        let mut fetched = None;
         if overwrites {
             // What can be missing for the transfer is missed now, when nothing has been taken.
             let batch: Vec<_> =
                 self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_scatter(plan)).collect();
-            storage::prepare(&batch, transfer)?;
+            fetched = Some(storage::prepare(&batch, transfer)?);
             drop(batch);
             self.planned_mut(plan).for_each(|(kv, plan)| kv.state_apply(plan));
         }
         let mut batch: Vec<_> =
             self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_scatter(plan)).collect();
-        let scattered = storage::scatter(&mut batch, transfer, progress);
+        let scattered = match fetched {
+            Some(fetched) => fetched.scatter(&mut batch, transfer, progress),
+            None => storage::scatter(&mut batch, transfer, progress),
+        };
         drop(batch);
         if !overwrites && scattered.is_ok() {
             self.planned_mut(plan).for_each(|(kv, plan)| kv.state_apply(plan));
