@@ -188,7 +188,8 @@ typedef struct kvs_kv_layer_params {
     // Elements of one cell of V; 0: the layer has no V (MLA).
     uint32_t n_embd_v_gqa;
     // Memory of the caller for K (adopted), first cell of stream 0; NULL: kvstate allocates (managed). Either
-    // all layers of a context's section are adopted or none. It must outlive the context.
+    // all layers of a context's section are adopted or none. It must outlive the context. Elements of two tensors must not
+    // overlap, which nobody checks.
     void *k;
     // Memory of the caller for V.
     void *v;
@@ -295,10 +296,10 @@ typedef struct kvs_context_params {
     // 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
     // crash of the process all the same; after one of the machine it may be damaged. By default 0.
     uint32_t unsynced_files;
-    // Pinned staging buffers between host and CUDA devices, at least 2; 0 (by default): 4.
+    // Pinned staging buffers between host and CUDA devices, 2 to 64; 0 (by default): 4.
     uint32_t n_staging;
-    // Bytes of a staging buffer; 0 (by default): 32 MiB. No more than the cache has on devices is allocated, and no less than
-    // a transposed channel or a row needs. There are 2 more buffers on each device.
+    // Bytes of one staging buffer; 0 (by default): 32 MiB. A buffer is no larger than the cache is on devices, and no smaller
+    // than a transposed channel or a row. There are 2 more of them on each device.
     //
     // They are allocated when the first state is moved, smaller if memory is short. Jobs that run side by side have a
     // set each. Two sets for each device are kept for what comes next, until the context and its last snapshot and job are
@@ -607,6 +608,9 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // A call of the device's driver failed; the message has the driver's name for it.
 #define KVS_STATUS_DEVICE 23
 
+// The caller's stream is being captured into a graph: nothing can be ordered behind it, and nothing was changed.
+#define KVS_STATUS_STREAM_CAPTURING 24
+
 // The whole state of the sequence.
 #define KVS_STATE_SEQ_FLAGS_NONE 0
 
@@ -685,8 +689,10 @@ uint32_t kvs_version(void);
 // The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does. NULL: failed. Const.
 kvs_memory_t kvs_get_memory(const struct kvs_context *ctx);
 
-// Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive.
-void kvs_memory_clear(kvs_memory_t mem, bool data);
+// Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive. If it fails (kvs_last_status) with
+// KVS_STATUS_STREAM_CAPTURING, nothing has changed; otherwise no cell is used any more, and not all tensors are zeroed.
+void kvs_memory_clear(kvs_memory_t mem,
+                      bool data);
 
 // Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the
 // end. False if a section cannot remove just that range (attention always can), or seq_id is out of range.
@@ -730,12 +736,16 @@ size_t kvs_state_get_size(struct kvs_context *ctx);
 // dst is untouched.
 size_t kvs_state_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size);
 
-// Replaces all sequences by the state in src; returns the bytes consumed. 0: failed, nothing has changed.
-size_t kvs_state_set_data(struct kvs_context *ctx, const uint8_t *src, size_t size);
+// Replaces all sequences by the state in src; returns the bytes consumed. 0: failed, nothing has changed, with the exception
+// of kvs_state_seq_set_data_ext.
+size_t kvs_state_set_data(struct kvs_context *ctx,
+                          const uint8_t *src,
+                          size_t size);
 
 // Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
 // n_token_capacity of them; n_token_count_out may be NULL. False: failed, nothing has changed and nothing was
-// written. A file that is truncated meanwhile: as for kvs_state_seq_load_file.
+// written. A file that is truncated meanwhile: as for kvs_state_seq_load_file. A device that fails: as for
+// kvs_state_seq_set_data_ext.
 bool kvs_state_load_file(struct kvs_context *ctx,
                          const char *path_session,
                          kvs_token *tokens_out,
@@ -785,7 +795,8 @@ size_t kvs_state_seq_save_file(struct kvs_context *ctx,
 //
 // A file that is truncated while it is loaded is an error (a save of kvstate never truncates one). A state
 // takes the cells that are free without dest_seq_id. Where those hold something, mostly dest_seq_id itself, the file is
-// read into memory first: only if it cannot be read again then, dest_seq_id is empty after the failure.
+// read into memory first: only if it cannot be read again then, dest_seq_id is empty after the failure. A device that fails: as
+// for kvs_state_seq_set_data_ext.
 size_t kvs_state_seq_load_file(struct kvs_context *ctx,
                                const char *filepath,
                                kvs_seq_id dest_seq_id,
@@ -808,8 +819,8 @@ size_t kvs_state_seq_get_data_ext(struct kvs_context *ctx,
 // consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
 // kvs_state_seq_get_data_ext.
 //
-// One exception: if the driver of a device fails in the middle of copies over cells that are in use, dest_seq_id is empty
-// afterwards. All that can be known before is refused before.
+// One exception, for every call that restores: if the driver of a device fails while cells that are in use are written over,
+// dest_seq_id (or, of a whole context, every sequence) is empty afterwards. All that can be known before is refused before.
 //
 // To go back to a checkpoint that was taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY after n positions: restore it,
 // then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later (or the other way
@@ -916,19 +927,20 @@ kvs_status kvs_memory_usage_init(struct kvs_memory_usage *usage, size_t struct_s
 // Tells what memory the context has taken. Const.
 kvs_status kvs_memory_usage_get(const struct kvs_context *ctx, struct kvs_memory_usage *usage);
 
-// Whether a CUDA device can be used: opens it and gives it back. KVS_STATUS_NO_CUDA, KVS_STATUS_NO_DEVICE and
-// KVS_STATUS_DRIVER_TOO_OLD say why not; contexts in host memory work all the same.
+// Whether a CUDA device can be used: opens it, waits for nothing of the caller's, and gives it back. KVS_STATUS_NO_CUDA,
+// KVS_STATUS_NO_DEVICE (that number is none, or its compute capability is below 6.0), KVS_STATUS_DRIVER_TOO_OLD and
+// KVS_STATUS_DEVICE (a kernel of this process has left it unusable) say why not; contexts in host memory work all the same.
 kvs_status kvs_device_check(int32_t device);
 
-// The CUDA device whose memory ptr is in, as its driver says; KVS_DEVICE_HOST: no device's, or there is no driver. Pinned
-// memory is the host's.
+// The CUDA device whose memory ptr is in, as its driver says; KVS_DEVICE_HOST: no device's, or there is no driver, or it fails
+// (kvs_last_status). Pinned memory is the host's.
 int32_t kvs_device_of(const void *ptr);
 
 // Names the stream (a CUstream or cudaStream_t of the device's primary context; NULL is the default stream) on which the
 // caller's work on a device runs. From now on calls that read or write K or V there run behind what is queued on
 // it, and what is queued on it later runs behind them; calls that give bytes to the host, or take them from there, wait for
 // the device too. It stays alive until another one is named, kvs_stream_clear is called, or the context is freed. A stream
-// that is being captured into a graph makes those calls fail, with nothing changed. KVS_STATUS_INVALID_ARGUMENT for a stream
+// that is being captured into a graph makes those calls fail with KVS_STATUS_STREAM_CAPTURING, with nothing changed. KVS_STATUS_INVALID_ARGUMENT for a stream
 // of another device or context.
 //
 // Without one, the caller's work on the device has to be done before a call, and every call waits for its own.
@@ -938,6 +950,10 @@ kvs_status kvs_stream_set(struct kvs_context *ctx,
 
 // From now on no stream is named on the device.
 kvs_status kvs_stream_clear(struct kvs_context *ctx, int32_t device);
+
+// Frees the staging buffers of the context that are not in use, on devices and pinned; they come again when they are needed. A
+// snapshot that finds no memory on its device does so by itself.
+kvs_status kvs_staging_free(struct kvs_context *ctx);
 
 // Allocates size bytes of pinned host memory, zeroed. States of devices, whichever, go into it and come from it without
 // another copy on the host, several times as fast. device: the one in whose context it is allocated; every device reaches

@@ -53,12 +53,14 @@ pub enum Status {
     Cancelled = 19,
     /// There is no CUDA driver that can be used, or this build has no CUDA.
     NoCuda = 20,
-    /// There is no device of that number.
+    /// There is no device of that number that can be used.
     NoDevice = 21,
     /// The driver is older than the kernels need.
     DriverTooOld = 22,
     /// A call of the device's driver failed.
     Device = 23,
+    /// The caller's stream is being captured into a graph, so nothing can be ordered behind it.
+    StreamCapturing = 24,
 }
 
 /// Everything that can go wrong. Each message names the field and both values.
@@ -321,6 +323,22 @@ pub enum Error {
         /// Its number.
         code: u32,
     },
+    /// A device whose hardware does not run the kernels.
+    #[error("CUDA device {device} has compute capability {capability}, {need} or later is needed")]
+    DeviceTooOld {
+        /// Its number.
+        device: i32,
+        /// What it has.
+        capability: String,
+        /// What the kernels need.
+        need: &'static str,
+    },
+    /// A stream that nothing can be ordered behind.
+    #[error("the stream of device {device} is being captured into a graph")]
+    StreamCapturing {
+        /// Number of the device.
+        device: i32,
+    },
     /// A caught panic.
     #[error("internal error: {0}")]
     Internal(String),
@@ -364,9 +382,10 @@ impl Error {
             Self::Callback { .. } => Status::Callback,
             Self::Cancelled { .. } => Status::Cancelled,
             Self::NoCuda { .. } => Status::NoCuda,
-            Self::NoDevice { .. } => Status::NoDevice,
+            Self::NoDevice { .. } | Self::DeviceTooOld { .. } => Status::NoDevice,
             Self::DriverTooOld { .. } => Status::DriverTooOld,
             Self::Device { .. } => Status::Device,
+            Self::StreamCapturing { .. } => Status::StreamCapturing,
             Self::Internal(_) => Status::Internal,
         }
     }

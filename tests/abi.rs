@@ -209,6 +209,7 @@ fn number_in_c(status: Status) -> (&'static str, i32) {
         NoDevice = KVS_STATUS_NO_DEVICE,
         DriverTooOld = KVS_STATUS_DRIVER_TOO_OLD,
         Device = KVS_STATUS_DEVICE,
+        StreamCapturing = KVS_STATUS_STREAM_CAPTURING,
     )
 }
 
@@ -240,6 +241,7 @@ fn every_status_constant_of_the_header_is_the_number_of_a_status() {
         S::NoDevice,
         S::DriverTooOld,
         S::Device,
+        S::StreamCapturing,
     ];
     let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
     let in_header: BTreeMap<&str, i32> = header
@@ -467,6 +469,10 @@ c_tests! { device on_devices:
     views_share_staging_that_can_be_freed,
     tensors_of_a_device_are_written_and_read_like_any_other,
     a_state_that_stays_on_the_device_can_be_dropped,
+    states_are_in_host_memory,
+    a_view_on_a_device_is_planned_only_if_its_copies_can_be_had,
+    staging_is_freed_on_request,
+    a_device_that_is_lost_is_told_by_its_check,
     a_call_of_the_driver_that_fails_is_named,
 }
 

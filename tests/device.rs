@@ -18,7 +18,7 @@ use kvstate::storage::{self, ProgressCallback, StagingParams, StagingReport};
 use kvstate::types::CellExt;
 use kvstate::{Context, ContextParams};
 use support::place::fakecuda::{Alone, Live};
-use support::{NONE, ON_DEVICE, Tok, decode, held, image, place, planes, restore, save};
+use support::{NONE, ON_DEVICE, PARTIAL, Tok, decode, held, image, place, planes, restore, save};
 
 // Driver calls
 
@@ -571,8 +571,8 @@ fn a_stream_that_is_being_captured_is_refused_and_nothing_changes() {
     ];
     for (i, result) in errors.into_iter().enumerate() {
         let error = result.expect_err("a stream under capture");
-        assert_eq!(error.status(), Status::InvalidArgument, "{i}: {error}");
-        assert_eq!(error.to_string(), "stream: the one of device 0 is being captured into a graph", "{i}");
+        assert_eq!(error.status(), Status::StreamCapturing, "{i}: {error}");
+        assert_eq!(error.to_string(), "the stream of device 0 is being captured into a graph", "{i}");
     }
     assert!(!path.exists());
     assert_eq!(untouched, vec![0xAA; 4096]);
@@ -580,6 +580,26 @@ fn a_stream_that_is_being_captured_is_refused_and_nothing_changes() {
     assert!(image(&ctx) == before);
     // The snapshot is nobody's, and its bytes are to be had whatever the stream does.
     assert_eq!(state_of(&save(&mut ctx, 0, NONE)), state_of(&blob));
+}
+
+#[test]
+fn a_stream_of_a_device_that_a_state_has_nothing_on_may_be_captured() {
+    let _cuda = alone();
+    let engine = Engine::new();
+    let mut ctx = small(true, &engine);
+    ctx.clear_stream(0);
+    let mut on_host = Context::new(support::params(2, &[support::kv(8)])).expect("a context");
+    decode(&mut on_host, 0, 0..3);
+    let expected = save(&mut on_host, 0, NONE);
+    for ctx in [&mut ctx, &mut on_host] {
+        ctx.set_stream(engine.stream());
+    }
+    engine.begin_capture();
+    assert_eq!(save(&mut on_host, 0, NONE), expected);
+    on_host.clear(true).expect("zeroes in host memory");
+    // A partial state of full attention has no tensor.
+    assert_eq!(save(&mut ctx, 0, PARTIAL).len(), 8);
+    engine.end_capture();
 }
 
 #[test]
@@ -592,7 +612,7 @@ fn a_copy_between_streams_of_the_cache_is_refused_under_capture_and_nothing_chan
     ctx.set_stream(engine.stream());
     engine.begin_capture();
     let error = ctx.seq_cp(0, 1, -1, -1).expect_err("a stream under capture");
-    assert_eq!(error.to_string(), "stream: the one of device 0 is being captured into a graph");
+    assert_eq!(error.to_string(), "the stream of device 0 is being captured into a graph");
     engine.end_capture();
     assert!(image(&ctx) == before);
 }
@@ -738,6 +758,35 @@ fn one_pinned_buffer_is_refused() {
 }
 
 #[test]
+fn more_than_64_pinned_buffers_are_refused() {
+    let with = |count| ContextParams {
+        staging: StagingParams { size: 0, count },
+        ..support::params(1, &[support::kv(16)])
+    };
+    Context::new(with(64)).expect("64 buffers");
+    let error = Context::new(with(65)).expect_err("a refusal");
+    assert_eq!(error.status(), Status::InvalidArgument);
+    assert!(error.to_string().starts_with("n_staging: 65, "), "{error}");
+}
+
+#[test]
+fn staging_that_nobody_uses_makes_room_for_a_snapshot() {
+    let cuda = alone();
+    let mut ctx = two_mib(StagingParams::default());
+    let blob = save(&mut ctx, 0, NONE);
+    let staging = ctx.memory_usage().staging;
+    assert!(staging.device > 4 * MIB, "{staging:?}");
+    limit(&cuda, MIB / 2);
+    let snapshot = ctx.seq_snapshot(0, NONE).expect("a snapshot in place of staging");
+    assert_eq!(snapshot.device_bytes(), MIB);
+    assert!(ctx.memory_usage().staging.device < MIB, "{:?}", ctx.memory_usage().staging);
+    no_limit(&cuda);
+    assert!(save(&mut ctx, 0, NONE) == blob);
+    ctx.free_staging();
+    assert_eq!(ctx.memory_usage().staging, StagingReport::default());
+}
+
+#[test]
 fn with_little_memory_chunks_are_smaller() {
     let cuda = alone();
     let mut ctx = two_mib(StagingParams::default());
@@ -842,6 +891,7 @@ fn a_snapshot_that_does_not_fit_leaves_the_others() {
     let before = image(&ctx);
     let first = ctx.seq_snapshot(0, NONE).expect("a snapshot");
     let device_blob = save(&mut ctx, 0, ON_DEVICE);
+    ctx.free_staging();
     let held = cuda.live();
     limit(&cuda, MIB - 1);
     let mut out = vec![0; device_blob.len()];

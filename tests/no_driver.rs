@@ -102,6 +102,16 @@ fn with_a_driver_that_is_too_old_a_context_on_a_device_is_refused() {
 }
 
 #[test]
+fn a_device_that_does_not_run_the_kernels_is_refused() {
+    emulated(
+        &[("FAKECUDA_CC", "52")],
+        0,
+        KVS_STATUS_NO_DEVICE,
+        "CUDA device 0 has compute capability 5.2, 6.0 or later is needed",
+    );
+}
+
+#[test]
 fn a_device_that_is_not_there_is_named_beside_how_many_are() {
     emulated(&[], 7, KVS_STATUS_NO_DEVICE, "no CUDA device 7: 2 can be used");
 }

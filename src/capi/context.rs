@@ -110,7 +110,8 @@ pub struct kvs_kv_layer_params {
     /// Elements of one cell of V; 0: the layer has no V (MLA).
     pub n_embd_v_gqa: u32,
     /// Memory of the caller for K (adopted), first cell of stream 0; NULL: kvstate allocates (managed). Either
-    /// all layers of a context's section are adopted or none. It must outlive the context.
+    /// all layers of a context's section are adopted or none. It must outlive the context. Elements of two tensors must not
+    /// overlap, which nobody checks.
     pub k: *mut c_void,
     /// Memory of the caller for V.
     pub v: *mut c_void,
@@ -224,10 +225,10 @@ pub struct kvs_context_params {
     /// 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
     /// crash of the process all the same; after one of the machine it may be damaged. By default 0.
     pub unsynced_files: u32,
-    /// Pinned staging buffers between host and CUDA devices, at least 2; 0 (by default): 4.
+    /// Pinned staging buffers between host and CUDA devices, 2 to 64; 0 (by default): 4.
     pub n_staging: u32,
-    /// Bytes of a staging buffer; 0 (by default): 32 MiB. No more than the cache has on devices is allocated, and no less than
-    /// a transposed channel or a row needs. There are 2 more buffers on each device.
+    /// Bytes of one staging buffer; 0 (by default): 32 MiB. A buffer is no larger than the cache is on devices, and no smaller
+    /// than a transposed channel or a row. There are 2 more of them on each device.
     ///
     /// They are allocated when the first state is moved, smaller if memory is short. Jobs that run side by side have a
     /// set each. Two sets for each device are kept for what comes next, until the context and its last snapshot and job are

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::handle::{array, array_mut, kvs_context, out, with_context, with_context_mut};
+use super::handle::{host_bytes, host_bytes_mut, kvs_context, out, with_context, with_context_mut};
 use super::params::{self, Params};
 use super::status::{status_of, value_or};
 use super::{KVS_DEVICE_HOST, kvs_status};
@@ -81,25 +81,26 @@ pub unsafe extern "C" fn kvs_memory_usage_get(
     })
 }
 
-/// Whether a CUDA device can be used: opens it and gives it back. KVS_STATUS_NO_CUDA, KVS_STATUS_NO_DEVICE and
-/// KVS_STATUS_DRIVER_TOO_OLD say why not; contexts in host memory work all the same.
+/// Whether a CUDA device can be used: opens it, waits for nothing of the caller's, and gives it back. KVS_STATUS_NO_CUDA,
+/// KVS_STATUS_NO_DEVICE (that number is none, or its compute capability is below 6.0), KVS_STATUS_DRIVER_TOO_OLD and
+/// KVS_STATUS_DEVICE (a kernel of this process has left it unusable) say why not; contexts in host memory work all the same.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvs_device_check(device: i32) -> kvs_status {
-    status_of(|| Device::open(device).map(drop))
+    status_of(|| Device::open(device)?.check())
 }
 
-/// The CUDA device whose memory ptr is in, as its driver says; KVS_DEVICE_HOST: no device's, or there is no driver. Pinned
-/// memory is the host's.
+/// The CUDA device whose memory ptr is in, as its driver says; KVS_DEVICE_HOST: no device's, or there is no driver, or it fails
+/// (kvs_last_status). Pinned memory is the host's.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvs_device_of(ptr: *const c_void) -> i32 {
-    value_or(KVS_DEVICE_HOST, || Ok(Device::ordinal_of(ptr.addr() as u64).unwrap_or(KVS_DEVICE_HOST)))
+    value_or(KVS_DEVICE_HOST, || Ok(Device::ordinal_of(ptr.addr() as u64)?.unwrap_or(KVS_DEVICE_HOST)))
 }
 
 /// Names the stream (a CUstream or cudaStream_t of the device's primary context; NULL is the default stream) on which the
 /// caller's work on a device runs. From now on calls that read or write K or V there run behind what is queued on
 /// it, and what is queued on it later runs behind them; calls that give bytes to the host, or take them from there, wait for
 /// the device too. It stays alive until another one is named, kvs_stream_clear is called, or the context is freed. A stream
-/// that is being captured into a graph makes those calls fail, with nothing changed. KVS_STATUS_INVALID_ARGUMENT for a stream
+/// that is being captured into a graph makes those calls fail with KVS_STATUS_STREAM_CAPTURING, with nothing changed. KVS_STATUS_INVALID_ARGUMENT for a stream
 /// of another device or context.
 ///
 /// Without one, the caller's work on the device has to be done before a call, and every call waits for its own.
@@ -126,6 +127,19 @@ pub unsafe extern "C" fn kvs_stream_clear(ctx: *mut kvs_context, device: i32) ->
     status_of(|| unsafe {
         with_context_mut(ctx, |context| {
             context.clear_stream(check_device(device)?);
+            Ok(())
+        })
+    })
+}
+
+/// Frees the staging buffers of the context that are not in use, on devices and pinned; they come again when they are needed. A
+/// snapshot that finds no memory on its device does so by itself.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_staging_free(ctx: *mut kvs_context) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        with_context_mut(ctx, |context| {
+            context.free_staging();
             Ok(())
         })
     })
@@ -187,7 +201,7 @@ pub unsafe extern "C" fn kvs_kv_get(
 ) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
-        let dst = array_mut::<u8>("dst", dst.cast(), size)?;
+        let dst = host_bytes_mut("dst", dst.cast(), size)?;
         let is_v = is_v(which)?;
         with_context(ctx, |context| {
             context.kv_get((section as usize, stream as usize, layer as usize), is_v, offset, dst)
@@ -209,7 +223,7 @@ pub unsafe extern "C" fn kvs_kv_set(
 ) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
-        let src = array::<u8>("src", src.cast(), size)?;
+        let src = host_bytes("src", src.cast(), size)?;
         let is_v = is_v(which)?;
         with_context_mut(ctx, |context| {
             context.kv_set((section as usize, stream as usize, layer as usize), is_v, offset, src)

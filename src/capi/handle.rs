@@ -6,6 +6,7 @@ use std::path::Path;
 use super::status::caught;
 use crate::context::{Context, Slot};
 use crate::error::{Error, Result};
+use crate::storage::Plane;
 
 /// A context: the KV cache of a model's sequences.
 pub struct kvs_context {
@@ -196,6 +197,28 @@ pub(super) unsafe fn array_mut<'a, T>(name: &str, ptr: *mut T, len: usize) -> Re
     // SAFETY: not NULL, aligned, not larger than memory; the header demands `len` writable elements that
     // nobody else uses during the call. Only plain numbers and bytes are written, never read first.
     Ok(unsafe { std::slice::from_raw_parts_mut(ptr, len) })
+}
+
+/// The caller's bytes for a state, or of one, in host memory; NULL only if there are none.
+pub(super) unsafe fn host_bytes<'a>(name: &str, ptr: *const u8, len: usize) -> Result<&'a [u8]> {
+    check_host(name, ptr, len)?;
+    // SAFETY: passed on.
+    unsafe { array(name, ptr, len) }
+}
+
+/// As [`host_bytes`], to write into.
+pub(super) unsafe fn host_bytes_mut<'a>(name: &str, ptr: *mut u8, len: usize) -> Result<&'a mut [u8]> {
+    check_host(name, ptr, len)?;
+    // SAFETY: passed on.
+    unsafe { array_mut(name, ptr, len) }
+}
+
+/// States go to host memory and come from there; an address of a device is easily mixed up with one.
+fn check_host(name: &str, ptr: *const u8, len: usize) -> Result<()> {
+    if len > 0 && Plane::is_on_device(ptr) {
+        return Err(Error::arg(name, format!("{ptr:p} is memory of a device, a state is in host memory")));
+    }
+    Ok(())
 }
 
 fn check_array<T>(name: &str, ptr: *const T, len: usize) -> Result<()> {

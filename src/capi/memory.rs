@@ -13,7 +13,8 @@ pub unsafe extern "C" fn kvs_get_memory(ctx: *const kvs_context) -> kvs_memory_t
     value_or(ptr::null_mut(), || unsafe { with_context(ctx, |_| Ok(ctx.cast_mut().cast())) })
 }
 
-/// Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive.
+/// Empties every section; with data the tensors are zeroed as well. ON_DEVICE states survive. If it fails (kvs_last_status) with
+/// KVS_STATUS_STREAM_CAPTURING, nothing has changed; otherwise no cell is used any more, and not all tensors are zeroed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_clear(mem: kvs_memory_t, data: bool) {
     // SAFETY: a memory handle is its context's.

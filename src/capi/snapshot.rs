@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 
 use super::handle::{
-    Tagged, array, array_mut, free_tagged, into_tagged, kvs_context, live, out, path, with_context_mut,
+    Tagged, array, free_tagged, host_bytes_mut, into_tagged, kvs_context, live, out, path, with_context_mut,
 };
 use super::params;
 use super::state::{flags_of, size_of_state};
@@ -141,7 +141,7 @@ pub unsafe extern "C" fn kvs_snapshot_get_data(
     size: usize,
 ) -> usize {
     // SAFETY: the contract of all calls.
-    value_or(0, || unsafe { live(snapshot)?.snapshot.get_data(array_mut("dst", dst, size)?, None) })
+    value_or(0, || unsafe { live(snapshot)?.snapshot.get_data(host_bytes_mut("dst", dst, size)?, None) })
 }
 
 /// Writes the state and a token list to a file, as kvs_state_seq_save_file (or kvs_state_save_file) would have when it was
@@ -176,7 +176,7 @@ pub unsafe extern "C" fn kvs_snapshot_get_data_start(
     status_of(|| unsafe {
         let job_out = out("job_out", job_out)?;
         let (snapshot, progress) = background(snapshot, params)?;
-        array_mut("dst", dst, size)?;
+        host_bytes_mut("dst", dst, size)?;
         let (buffer, state) = (CallerBuffer { ptr: dst, size }, size_of_state(snapshot.size())?);
         let job = snapshot.get_data_in_background(buffer, progress)?;
         *job_out = into_tagged(kvs_job { job: AnyJob::Data(job, state) });

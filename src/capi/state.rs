@@ -2,7 +2,9 @@
 
 use std::ffi::c_char;
 
-use super::handle::{array, array_mut, kvs_context, out, path, with_context, with_context_mut};
+use super::handle::{
+    array, array_mut, host_bytes, host_bytes_mut, kvs_context, out, path, with_context, with_context_mut,
+};
 use super::status::{kvs_status, status_of, value_or};
 use super::{kvs_seq_id, kvs_token};
 use crate::error::{Error, Result};
@@ -44,24 +46,26 @@ pub unsafe extern "C" fn kvs_state_get_size(ctx: *mut kvs_context) -> usize {
 pub unsafe extern "C" fn kvs_state_get_data(ctx: *mut kvs_context, dst: *mut u8, size: usize) -> usize {
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
-        let dst = array_mut("dst", dst, size)?;
+        let dst = host_bytes_mut("dst", dst, size)?;
         with_context_mut(ctx, |context| context.state_get_data(dst))
     })
 }
 
-/// Replaces all sequences by the state in src; returns the bytes consumed. 0: failed, nothing has changed.
+/// Replaces all sequences by the state in src; returns the bytes consumed. 0: failed, nothing has changed, with the exception
+/// of kvs_state_seq_set_data_ext.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_set_data(ctx: *mut kvs_context, src: *const u8, size: usize) -> usize {
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
-        let src = array("src", src, size)?;
+        let src = host_bytes("src", src, size)?;
         with_context_mut(ctx, |context| context.state_set_data(src))
     })
 }
 
 /// Replaces all sequences by those in a whole-context file (versions 9 to 11) and gives its tokens, at most
 /// n_token_capacity of them; n_token_count_out may be NULL. False: failed, nothing has changed and nothing was
-/// written. A file that is truncated meanwhile: as for kvs_state_seq_load_file.
+/// written. A file that is truncated meanwhile: as for kvs_state_seq_load_file. A device that fails: as for
+/// kvs_state_seq_set_data_ext.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_load_file(
     ctx: *mut kvs_context,
@@ -170,7 +174,8 @@ pub unsafe extern "C" fn kvs_state_seq_save_file(
 ///
 /// A file that is truncated while it is loaded is an error (a save of kvstate never truncates one). A state
 /// takes the cells that are free without dest_seq_id. Where those hold something, mostly dest_seq_id itself, the file is
-/// read into memory first: only if it cannot be read again then, dest_seq_id is empty after the failure.
+/// read into memory first: only if it cannot be read again then, dest_seq_id is empty after the failure. A device that fails: as
+/// for kvs_state_seq_set_data_ext.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_load_file(
     ctx: *mut kvs_context,
@@ -224,7 +229,7 @@ pub unsafe extern "C" fn kvs_state_seq_get_data_ext(
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
         let flags = flags_of(flags)?;
-        let dst = array_mut("dst", dst, size)?;
+        let dst = host_bytes_mut("dst", dst, size)?;
         with_context_mut(ctx, |context| context.state_seq_get_data(dst, seq_id, flags))
     })
 }
@@ -233,8 +238,8 @@ pub unsafe extern "C" fn kvs_state_seq_get_data_ext(
 /// consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
 /// kvs_state_seq_get_data_ext.
 ///
-/// One exception: if the driver of a device fails in the middle of copies over cells that are in use, dest_seq_id is empty
-/// afterwards. All that can be known before is refused before.
+/// One exception, for every call that restores: if the driver of a device fails while cells that are in use are written over,
+/// dest_seq_id (or, of a whole context, every sequence) is empty afterwards. All that can be known before is refused before.
 ///
 /// To go back to a checkpoint that was taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY after n positions: restore it,
 /// then kvs_memory_seq_rm(mem, seq_id, n, -1), since full attention still holds what came later (or the other way
@@ -253,7 +258,7 @@ pub unsafe extern "C" fn kvs_state_seq_set_data_ext(
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
         let flags = flags_of(flags)?;
-        let src = array("src", src, size)?;
+        let src = host_bytes("src", src, size)?;
         with_context_mut(ctx, |context| context.state_seq_set_data(src, dest_seq_id, flags))
     })
 }

@@ -58,6 +58,8 @@ pub const KVS_STATUS_NO_DEVICE: kvs_status = 21;
 pub const KVS_STATUS_DRIVER_TOO_OLD: kvs_status = 22;
 /// A call of the device's driver failed; the message has the driver's name for it.
 pub const KVS_STATUS_DEVICE: kvs_status = 23;
+/// The caller's stream is being captured into a graph: nothing can be ordered behind it, and nothing was changed.
+pub const KVS_STATUS_STREAM_CAPTURING: kvs_status = 24;
 
 struct LastError {
     status: kvs_status,

@@ -4,7 +4,9 @@ use std::ffi::{c_char, c_void};
 use std::rc::Rc;
 
 use super::device::check_device;
-use super::handle::{Tagged, array, array_mut, free_tagged, into_tagged, out, path, with_tagged};
+use super::handle::{
+    Tagged, array, array_mut, free_tagged, host_bytes, host_bytes_mut, into_tagged, out, path, with_tagged,
+};
 use super::params;
 use super::state::{flags_of, size_of_state};
 use super::status::{kvs_status, status_of, value_or};
@@ -217,7 +219,7 @@ pub unsafe extern "C" fn kvs_state_writer_get_data(
 ) -> usize {
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
-        let dst = array_mut("dst", dst, size)?;
+        let dst = host_bytes_mut("dst", dst, size)?;
         with_tagged(writer, |w| w.writer.get_data(dst))
     })
 }
@@ -243,7 +245,7 @@ pub unsafe extern "C" fn kvs_state_writer_get_on_device(
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
         let flags = flags_of(flags)?;
-        let dst = array_mut("dst", dst, size)?;
+        let dst = host_bytes_mut("dst", dst, size)?;
         let out = out("state_out", state_out)?;
         let (len, state) =
             with_tagged(writer, |w| w.writer.get_on_device(dst, flags | StateFlags::ON_DEVICE))?;
@@ -293,7 +295,7 @@ pub unsafe extern "C" fn kvs_state_reader_new(
     status_of(|| unsafe {
         let out = out("reader_out", reader_out)?;
         check_seq_id(seq_id)?;
-        let src: &'static [u8] = array("src", src, size)?;
+        let src: &'static [u8] = host_bytes("src", src, size)?;
         let reader = if seq_id == -1 { StateReader::of_whole(src) } else { StateReader::of_seq(src)? };
         let access = access_of(access)?;
         *out = into_tagged(kvs_state_reader { reader, file: None, seq_id, access });
@@ -353,7 +355,7 @@ pub unsafe extern "C" fn kvs_state_reader_new_on_device(
             return Err(Error::SeqId { seq_id, n_seq_max });
         }
         let flags = flags_of(flags)?;
-        let src: &'static [u8] = array("src", src, size)?;
+        let src: &'static [u8] = host_bytes("src", src, size)?;
         let reader = if state.is_null() {
             StateReader::of_metadata(src)?
         } else {

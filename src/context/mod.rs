@@ -16,7 +16,7 @@ use crate::memory::{
     KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, RopeParams, Scope, SectionParams, SectionRope,
     Streams, WriteParams,
 };
-use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source};
+use crate::state::{CountSink, DeviceSink, DeviceState, Input, OnDevices, Sink, SliceSink, Source};
 use crate::storage::{
     CallerStream, ProgressCallback, Staging, StagingParams, StagingReport, TensorCopies, Threads, Transfer,
 };
@@ -263,6 +263,11 @@ impl Context {
         }
     }
 
+    /// Frees the staging buffers that are not in use; they come again when they are needed.
+    pub fn free_staging(&mut self) {
+        self.transfer.staging.free();
+    }
+
     /// Frees the tensors of the live `ON_DEVICE` state of a sequence, if there is one: its blob can no longer be restored.
     ///
     /// # Errors
@@ -306,11 +311,11 @@ impl Context {
     /// Empties every section; with `data` the tensors are zeroed as well. `ON_DEVICE` states survive.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a stream that is being captured into a graph; nothing has changed then. If memory of a
+    /// [`Error::StreamCapturing`]; nothing has changed then. If memory of a
     /// device, or memory that is reached through calls of its owner, cannot be zeroed; no cell is used any more all the same.
     pub fn clear(&mut self, data: bool) -> Result<()> {
         if data {
-            self.transfer.check_streams()?;
+            self.transfer.check_streams(self.memory.devices())?;
         }
         self.changed();
         self.memory.clear(data, &self.transfer)
@@ -341,7 +346,7 @@ impl Context {
         let range = PosRange::new(p0, p1);
         self.memory.check_seq_cp(src, dst, range)?;
         if self.n_stream() > 1 {
-            self.transfer.check_streams()?;
+            self.transfer.check_streams(self.memory.devices())?;
         }
         self.changed();
         self.memory.seq_cp(src, dst, range, &self.transfer)
@@ -452,8 +457,9 @@ impl Context {
     /// Rotates K of every cell with a pending shift now, by RoPE or the callback: an engine calls it before it decodes.
     ///
     /// # Errors
-    /// [`Error::ShiftFailed`]; the shifts that were not applied stay pending. If a remote tensor's owner fails where K
-    /// may be rotated in part, the sequences that had it are emptied, as the error says.
+    /// [`Error::ShiftFailed`], [`Error::OutOfMemory`], [`Error::StreamCapturing`]; the shifts that were not applied stay pending.
+    /// If a device or a remote tensor's owner fails where K may be rotated in part, the sequences that had it are emptied, as
+    /// the error says.
     pub fn apply_pending_shifts(&mut self) -> Result<()> {
         self.apply_shifts(KvCache::shifted_streams)
     }
@@ -476,24 +482,29 @@ impl Context {
         let kv = self.memory.kv_cache_mut(section)?;
         let (cells, shifts): (Vec<u32>, Vec<Pos>) = kv.shifted(stream).unzip();
         let mut emptied = SeqSet::EMPTY;
+        let place = kv.geometry.place(stream);
+        let failed = |reason| Error::ShiftFailed { n_cells: cells.len(), reason, place };
         let applied = match &mut self.shifter {
             Shifter::Callback(rotate) => {
-                rotate(PendingShift { section, stream, cells: &cells, shifts: &shifts })
+                rotate(PendingShift { section, stream, cells: &cells, shifts: &shifts }).map_err(failed)
             }
             Shifter::Rope(sections) => {
                 kv.turn_shifted(stream, &sections[section], &self.transfer).map_err(|failure| {
-                    if !failure.rows_changed {
-                        return failure.error.to_string();
+                    match failure.error {
+                        _ if failure.rows_changed => {
+                            emptied = kv.shifted_seqs(stream);
+                            failed(format!("{}; its sequences are emptied", failure.error))
+                        }
+                        // The caller can do something about these.
+                        error @ (Error::OutOfMemory { .. } | Error::StreamCapturing { .. }) => error,
+                        error => failed(error.to_string()),
                     }
-                    emptied = kv.shifted_seqs(stream);
-                    format!("{}; its sequences are emptied", failure.error)
                 })
             }
             Shifter::None | Shifter::Engine => {
-                Err("the engine promised to rotate K and to call shift_done before a save".into())
+                Err(failed("the engine promised to rotate K and to call shift_done before a save".into()))
             }
         };
-        let place = kv.geometry.place(stream);
         if applied.is_ok() {
             kv.shift_done(stream);
         }
@@ -501,7 +512,7 @@ impl Context {
             self.memory.seq_rm(Some(seq), PosRange::ALL);
             self.changed();
         }
-        applied.map_err(|reason| Error::ShiftFailed { n_cells: cells.len(), reason, place })
+        applied
     }
 
     // The state of a sequence
@@ -535,7 +546,7 @@ impl Context {
         let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
         let need = self.state_seq_get_size(seq_id, flags)?;
         let dst = fitting(dst, need)?;
-        self.transfer.check_streams()?;
+        self.check_streams_of(params)?;
         self.apply_shifts_before(params)?;
         if flags.contains(StateFlags::ON_DEVICE) {
             let mut sink = DeviceSink::new(dst);
@@ -599,8 +610,9 @@ impl Context {
     /// [`Error::BufferTooSmall`] (`dst` is untouched then), [`Error::ShiftFailed`].
     pub fn state_get_data(&mut self, dst: &mut [u8]) -> Result<usize> {
         let dst = fitting(dst, self.state_get_size()?)?;
-        self.transfer.check_streams()?;
-        self.apply_shifts_before(self.write_params(Scope::Whole, StateFlags::empty()))?;
+        let params = self.write_params(Scope::Whole, StateFlags::empty());
+        self.check_streams_of(params)?;
+        self.apply_shifts_before(params)?;
         let mut sink = SliceSink::new(dst);
         self.write_whole(&mut sink)?;
         sink.finish(&self.transfer)
@@ -637,6 +649,16 @@ impl Context {
             });
         }
         self.memory.state_plan(&source, StateFlags::empty(), self.read_params(Scope::Whole))
+    }
+
+    /// Checks the streams of devices that a state has tensors on, before the first byte of it is written.
+    fn check_streams_of(&self, params: WriteParams) -> Result<()> {
+        if !self.transfer.has_streams() {
+            return Ok(());
+        }
+        let mut sink = OnDevices::default();
+        self.memory.state_write(&mut sink, params)?;
+        self.transfer.check_streams(sink.devices)
     }
 
     // For the session floor: a state inside a file has no blob header.

@@ -86,6 +86,12 @@ impl KvCache {
         on_device.filter_map(|plane| plane.shape().span(plane.kv_size())).sum()
     }
 
+    /// The device of each plane that is on one.
+    pub fn devices(&self) -> impl Iterator<Item = i32> + '_ {
+        let KvPlanes { k, v } = &self.planes;
+        k.iter().chain(v.iter().flatten()).filter_map(Plane::device)
+    }
+
     /// Bytes that were allocated where `on` says.
     pub fn allocated(&self, on: impl Fn(Option<i32>) -> bool) -> u64 {
         let KvPlanes { k, v } = &self.planes;

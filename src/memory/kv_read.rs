@@ -3,12 +3,12 @@
 use std::fmt::Display;
 
 use super::geometry::{Geometry, TensorGeometry};
-use super::kv_cache::{KvCache, KvPlanes};
+use super::kv_cache::{KvCache, KvPlanes, StreamPlanes};
 use super::kv_write::Scope;
 use crate::cells::{CellMeta, Cells, Placement, SeqSet, Shortage};
 use crate::error::{Error, Result};
 use crate::state::{Input, Source};
-use crate::storage::{CellMap, Plane, Scatter, TensorBytes};
+use crate::storage::{CellMap, Placed, Plane, Scatter, TensorBytes};
 use crate::types::{CellExt, Move, PosRange, Seq, TOKEN_NULL, Token};
 
 /// What the caller says about files older than version 4, which do not record rotation.
@@ -387,6 +387,24 @@ impl<'a> KvState<'a> {
 }
 
 impl<'a> KvPlan<'a> {
+    /// What [`KvPlan::scatter`] will write.
+    pub(super) fn placed<'p>(&'p self, planes: &'p KvPlanes, n_layer: usize) -> Vec<Placed<'p>>
+    where
+        'a: 'p,
+    {
+        let of_stream = |stream: &'p StreamPlan<'a>| {
+            let StreamPlanes { k, v } = planes.stream(stream.stream, n_layer);
+            let planes = k.iter().chain(v.iter().flatten());
+            planes.zip(&stream.tensors).map(|(plane, &src)| Placed {
+                plane,
+                map: &stream.map,
+                n_src: stream.n_src,
+                src,
+            })
+        };
+        self.streams.iter().flat_map(of_stream).collect()
+    }
+
     /// The tensors' part of the commit.
     pub(super) fn scatter<'p>(&'p self, planes: &'p mut KvPlanes, n_layer: usize) -> Vec<Scatter<'p>>
     where

@@ -12,7 +12,7 @@ use super::kv_write::{Scope, WriteParams};
 use crate::cells::{CellMeta, Cells, Placement};
 use crate::error::{Error, Result};
 use crate::state::{Input, Sink, Source};
-use crate::storage::{CellMap, Region, Scatter};
+use crate::storage::{CellMap, Placed, Region, Scatter};
 use crate::types::{Pos, Seq, StateFlags};
 
 /// A used cell of the owner's.
@@ -381,6 +381,12 @@ impl KvView {
         plan.streams.iter().try_for_each(|stream| {
             self.cells.apply(stream.stream, plan.scope.seq(), &stream.cells, &stream.metas)
         })
+    }
+
+    /// What [`KvView::scatter`] will write.
+    pub(crate) fn placed<'p>(&'p self, planned: &'p ViewPlan<'_>) -> Vec<Placed<'p>> {
+        let n_layer = self.geometry.n_layer();
+        planned.plan.as_ref().map_or(Vec::new(), |plan| plan.placed(&self.planes, n_layer))
     }
 
     pub(crate) fn scatter<'p>(&'p mut self, planned: &'p ViewPlan<'_>) -> Vec<Scatter<'p>> {

@@ -112,6 +112,11 @@ impl Memory {
         self.kv_caches().map(KvCache::device_bytes).sum()
     }
 
+    /// The device of each plane that is on one.
+    pub fn devices(&self) -> impl Iterator<Item = i32> + '_ {
+        self.kv_caches().flat_map(KvCache::devices)
+    }
+
     /// Bytes that were allocated where `on` says.
     pub fn allocated(&self, on: impl Fn(Option<i32>) -> bool) -> u64 {
         self.kv_caches().map(|kv| kv.allocated(&on)).sum()

@@ -324,7 +324,8 @@ impl<'a> StateReader<'a> {
     ///
     /// # Errors
     /// Every way in which the bytes may not be a state of the cache, [`Error::NoSpace`], [`Error::SeqId`], what
-    /// the owner's calls return; [`Error::InvalidArgument`] after [`StateReader::rewind`].
+    /// the owner's calls return; [`Error::OutOfMemory`], [`Error::Device`] and [`Error::StreamCapturing`] if the copies to a
+    /// device would lack something; [`Error::InvalidArgument`] after [`StateReader::rewind`].
     pub fn plan_kv_cache(
         &mut self,
         view: &KvView,
@@ -340,6 +341,9 @@ impl<'a> StateReader<'a> {
         self.failed = Some(format!("section {} could not be planned", view.name()));
         let plan = view.state_plan(&mut source, seq_id, flags, sinfos_in, self.legacy_partial);
         let plan = plan.map_err(|error| self.named(error))?;
+        if self.source.tensors_elsewhere().is_none() {
+            storage::reserve(&view.placed(&plan), &self.transfer)?;
+        }
         self.failed = None;
         let start = std::mem::replace(&mut self.source, source).offset();
         let slots = plan.slots.clone();

@@ -14,6 +14,6 @@ mod source;
 
 pub use device::DeviceState;
 pub use file_sink::write_file;
-pub use sink::{CountSink, DeviceSink, RecordSink, Sink, SliceSink};
+pub use sink::{CountSink, DeviceSink, OnDevices, RecordSink, Sink, SliceSink};
 pub use snapshot::Snapshot;
 pub use source::{Input, Source};

@@ -1,5 +1,7 @@
 //! Sinks: count, slice, record, device.
 
+use std::collections::BTreeSet;
+
 use crate::error::{Error, Result};
 use crate::storage::{self, ProgressCallback, Region, TensorCopies, Transfer};
 
@@ -77,6 +79,28 @@ impl Sink<'_> for CountSink {
 
     fn write_with(&mut self, n: usize, _: impl FnOnce(&mut [u8])) -> Result<()> {
         self.metadata += n as u64;
+        Ok(())
+    }
+}
+
+/// Finds out on which devices the tensors are.
+#[derive(Debug, Default)]
+pub struct OnDevices {
+    /// Their numbers, once each.
+    pub devices: BTreeSet<i32>,
+}
+
+impl Sink<'_> for OnDevices {
+    fn write(&mut self, _: &[u8]) -> Result<()> {
+        Ok(())
+    }
+
+    fn write_tensor(&mut self, region: Region<'_>) -> Result<()> {
+        self.devices.extend(region.device());
+        Ok(())
+    }
+
+    fn write_with(&mut self, _: usize, _: impl FnOnce(&mut [u8])) -> Result<()> {
         Ok(())
     }
 }

@@ -146,7 +146,15 @@ pub fn copy_regions(regions: &[Region<'_>], transfer: &Transfer) -> Result<Vec<P
     let shapes = |of: &[usize]| -> Vec<_> { of.iter().map(|&i| regions[i].dense_shape()).collect() };
     for group in by_device(on_device, |&i| regions[i].device()) {
         let Some(device) = group.first().and_then(|&i| regions[i].plane.on_device()) else { continue };
-        let planes = DevicePlane::allocate_copies(&device.device, &shapes(&group))?;
+        let allocate = || DevicePlane::allocate_copies(&device.device, &shapes(&group));
+        let planes = match allocate() {
+            // Buffers that nobody uses may be what is missing.
+            Err(Error::OutOfMemory { .. }) => {
+                transfer.staging.free();
+                allocate()?
+            }
+            planes => planes?,
+        };
         let parts: Vec<_> = group
             .iter()
             .zip(&planes)
@@ -165,6 +173,25 @@ pub fn copy_regions(regions: &[Region<'_>], transfer: &Transfer) -> Result<Vec<P
     Ok(copies.into_iter().flatten().collect())
 }
 
+/// A part of a [`scatter`] that is planned.
+#[derive(Clone, Copy, Debug)]
+pub struct Placed<'a> {
+    /// The plane that it will write.
+    pub plane: &'a Plane,
+    /// As in [`Scatter`].
+    pub map: &'a CellMap,
+    /// As in [`Scatter`].
+    pub n_src: u32,
+    /// As in [`Scatter`].
+    pub src: TensorBytes<'a>,
+}
+
+impl Scatter<'_> {
+    fn placed(&self) -> Placed<'_> {
+        Placed { plane: self.plane, map: self.map, n_src: self.n_src, src: self.src }
+    }
+}
+
 /// What a [`scatter`] needs and had before it began: bytes of one device that go to another, or to the host.
 #[derive(Debug)]
 pub struct Fetched(Vec<Option<Vec<u8>>>);
@@ -181,12 +208,11 @@ impl Fetched {
     }
 }
 
-/// Has all that [`Fetched::scatter`] of the same batch will need: buffers, streams that can be waited for, and what has to be
-/// fetched from other devices.
+/// Sees to it that what a [`scatter`] will need of devices can be had: buffers, and streams that can be waited for.
 ///
 /// # Errors
-/// [`Error::OutOfMemory`], [`Error::Device`], [`Error::InvalidArgument`] for a stream that is being captured.
-pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<Fetched> {
+/// [`Error::OutOfMemory`], [`Error::Device`], [`Error::StreamCapturing`].
+pub fn reserve(batch: &[Placed<'_>], transfer: &Transfer) -> Result<()> {
     let on_device: Vec<_> = batch.iter().filter(|part| part.plane.on_device().is_some()).collect();
     for group in by_device(on_device, |part| part.plane.device()) {
         let (mut parts, mut staged) = (Vec::new(), Vec::new());
@@ -200,6 +226,16 @@ pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<Fetched> {
         }
         cuda::prepare(&parts, &staged, transfer)?;
     }
+    Ok(())
+}
+
+/// As [`reserve`], and fetches what lies on other devices, for [`Fetched::scatter`] of the same batch.
+///
+/// # Errors
+/// Those of [`reserve`].
+pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<Fetched> {
+    let placed: Vec<_> = batch.iter().map(Scatter::placed).collect();
+    reserve(&placed, transfer)?;
     Fetched::new(batch, transfer)
 }
 

@@ -27,7 +27,8 @@ use std::fmt;
 use std::ops::Range;
 
 pub use batch::{
-    Fetched, Scatter, TensorBytes, copy_cells, copy_regions, gather, prepare, scatter, zero_cells,
+    Fetched, Placed, Scatter, TensorBytes, copy_cells, copy_regions, gather, prepare, reserve, scatter,
+    zero_cells,
 };
 pub use cell_map::CellMap;
 pub use copies::TensorCopies;

@@ -29,9 +29,19 @@ impl Device {
     }
 
     /// No memory is in a device's.
-    #[must_use]
-    pub fn ordinal_of(_: u64) -> Option<i32> {
-        None
+    ///
+    /// # Errors
+    /// None.
+    pub fn ordinal_of(_: u64) -> Result<Option<i32>> {
+        Ok(None)
+    }
+
+    /// Whether it works.
+    ///
+    /// # Errors
+    /// None.
+    pub fn check(&self) -> Result<()> {
+        match *self {}
     }
 
     pub(super) fn hiding(_: u64) -> Option<i32> {

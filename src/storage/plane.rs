@@ -105,7 +105,7 @@ impl Plane {
     /// Takes the caller's memory of a CUDA device, whichever it is on, as a plane; it is left as it is, and not freed.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `ptr`, or the last byte of the plane, is no address in a device's memory, or `shape` does not pass
+    /// [`Error::InvalidArgument`] if `ptr` is no address in a device's memory, or the plane ends outside it, or `shape` does not pass
     /// [`PlaneShape::check`] or has rows of 4 GiB; those of [`Device::open`].
     ///
     /// # Safety

@@ -1,5 +1,6 @@
 //! What a caller says about transfers: on how many threads, through which buffers, behind which streams, and whether to go on.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::num::NonZeroUsize;
 use std::ops::ControlFlow;
@@ -115,12 +116,22 @@ impl Transfer {
         self.streams.retain(|stream| stream.ordinal() != ordinal);
     }
 
-    /// Checks that work can be ordered behind the caller's streams, before anything is changed or written.
+    /// Whether any stream is named.
+    pub(crate) fn has_streams(&self) -> bool {
+        !self.streams.is_empty()
+    }
+
+    /// Checks that work can be ordered behind the caller's streams of `devices`, before anything is changed or written.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for one that is being captured into a graph, [`Error::Device`].
-    pub(crate) fn check_streams(&self) -> Result<()> {
-        self.streams.iter().try_for_each(CallerStream::check_now)
+    /// [`Error::StreamCapturing`], [`Error::Device`].
+    pub(crate) fn check_streams(&self, devices: impl IntoIterator<Item = i32>) -> Result<()> {
+        if self.streams.is_empty() {
+            return Ok(());
+        }
+        let devices: BTreeSet<i32> = devices.into_iter().collect();
+        let mut streams = self.streams.iter().filter(|stream| devices.contains(&stream.ordinal()));
+        streams.try_for_each(CallerStream::check_now)
     }
 
     /// The same without the caller's streams: for memory that the caller's work does not touch.

@@ -130,7 +130,18 @@ static void addresses_of_a_device_are_adopted_whatever_number_is_named(void) {
     BAD_STATUS(adopt(host, host, 0, &adopting), "is no memory of a device");
     // Nor the other way round, and none is read behind its end.
     BAD_STATUS(adopt(k.data, v.data, KVS_DEVICE_HOST, &adopting), "is memory of device 0, and adopted as memory of the host");
-    BAD_STATUS(adopt(k.data, (uint8_t *)v.data + 224, 0, &adopting), "sections[0].layers[0].v: the 64 bytes from");
+    BAD_STATUS(adopt(k.data, (uint8_t *)v.data + 224, 0, &adopting), "sections[0].layers[0].v: 64 bytes from");
+    CHECK(strstr(kvs_last_error(), "of which 32 are of an allocation") != NULL);
+    // A driver that fails is not a wrong address.
+    void (*fail)(const char *, unsigned, int);
+    *(void **)&fail = driver("fakecuda_fail");
+    for (unsigned nth = 1; nth <= 3; nth++) {
+        fail("cuPointerGetAttribute", nth, 719);
+        FAILS(adopt(k.data, v.data, 0, &adopting), KVS_STATUS_DEVICE, KVS_STATUS_DEVICE,
+              "cuPointerGetAttribute on device -1: CUDA_ERROR_LAUNCH_FAILED (719)");
+    }
+    fail("cuPointerGetAttribute", 1, 719);
+    CHECK(kvs_device_of(k.data) == KVS_DEVICE_HOST && kvs_last_status() == KVS_STATUS_DEVICE);
     CHECK(adopting == NULL);
     free(before.data);
     kvs_context_free(ctx);
@@ -216,6 +227,9 @@ static void streams_that_make_no_sense_are_refused(void) {
     kvs_context_free(ctx);
 }
 
+#define CAPTURING(call, returned) \
+    FAILS(call, returned, KVS_STATUS_STREAM_CAPTURING, "the stream of device 0 is being captured into a graph")
+
 static void a_stream_that_is_being_captured_fails_the_calls(void) {
     open_context();
     state before = save(ctx, 0);
@@ -223,11 +237,11 @@ static void a_stream_that_is_being_captured_fails_the_calls(void) {
     CHECK(kvs_stream_set(ctx, 0, stream) == KVS_STATUS_OK);
     CU(cuStreamBeginCapture_v2, (void *, int), stream, 2);
     kvs_snapshot *snapshot = NULL;
-    BAD_STATUS(kvs_snapshot_take(ctx, 0, 0, &snapshot), "the one of device 0 is being captured into a graph");
+    CAPTURING(kvs_snapshot_take(ctx, 0, 0, &snapshot), KVS_STATUS_STREAM_CAPTURING);
     uint8_t bytes[256];
-    BAD(kvs_state_seq_get_data(ctx, bytes, sizeof bytes, 0), 0, "is being captured into a graph");
-    BAD(kvs_state_seq_set_data(ctx, before.data, before.size, 0), 0, "is being captured into a graph");
-    BAD_STATUS(kvs_kv_get(ctx, 0, 0, 0, KVS_KV_K, 0, bytes, 8), "is being captured into a graph");
+    CAPTURING(kvs_state_seq_get_data(ctx, bytes, sizeof bytes, 0), 0);
+    CAPTURING(kvs_state_seq_set_data(ctx, before.data, before.size, 0), 0);
+    CAPTURING(kvs_kv_get(ctx, 0, 0, 0, KVS_KV_K, 0, bytes, 8), KVS_STATUS_STREAM_CAPTURING);
     kvs_memory_clear(kvs_get_memory(ctx), true);
     CHECK(strstr(kvs_last_error(), "is being captured into a graph") != NULL);
     CHECK(snapshot == NULL);
@@ -388,11 +402,98 @@ static void tensors_of_a_device_are_written_and_read_like_any_other(void) {
     CHECK(kvs_state_reader_skip_tensor(reader, 8) == KVS_STATUS_OK);
     CHECK(kvs_state_reader_rewind(reader) == KVS_STATUS_OK);
     CHECK(kvs_state_reader_read(reader, &found, sizeof found) == KVS_STATUS_OK);
-    BAD_STATUS(kvs_state_reader_read_tensor(reader, NULL, k.data, 508, 8), "the 8 bytes from");
+    BAD_STATUS(kvs_state_reader_read_tensor(reader, NULL, k.data, 508, 8), "8 bytes from");
     CHECK(kvs_state_reader_read_tensor(reader, NULL, k.data, 16, 8) == KVS_STATUS_OK);
     CHECK(kvs_state_reader_finish(reader) == KVS_STATUS_OK);
     kvs_state_reader_free(reader);
     CHECK(kvs_kv_get(ctx, 0, 0, 0, KVS_KV_K, 16, row, 8) == KVS_STATUS_OK && memcmp(row, blob + 12, 8) == 0);
+    kvs_context_free(ctx);
+}
+
+static void states_are_in_host_memory(void) {
+    open_context();
+    state s = save(ctx, 0);
+    kvs_plane k;
+    CHECK(kvs_kv_plane(ctx, 0, 0, 0, &k, NULL) == KVS_STATUS_OK);
+    kvs_snapshot *snapshot = NULL;
+    kvs_job *job = NULL;
+    kvs_state_reader *reader = NULL;
+    CHECK(kvs_snapshot_take(ctx, 0, 0, &snapshot) == KVS_STATUS_OK);
+    BAD(kvs_state_seq_get_data(ctx, k.data, s.size, 0), 0, "is memory of a device, a state is in host memory");
+    BAD(kvs_state_seq_set_data(ctx, k.data, s.size, 0), 0, "is memory of a device, a state is in host memory");
+    BAD(kvs_snapshot_get_data(snapshot, k.data, s.size), 0, "is memory of a device, a state is in host memory");
+    BAD_STATUS(kvs_snapshot_get_data_start(snapshot, k.data, s.size, NULL, &job), "is memory of a device, a state is");
+    BAD_STATUS(kvs_state_reader_new(0, k.data, s.size, NULL, &reader), "is memory of a device, a state is in host memory");
+    BAD_STATUS(kvs_kv_get(ctx, 0, 0, 0, KVS_KV_K, 0, k.data, 8), "is memory of a device, a state is in host memory");
+    BAD_STATUS(kvs_kv_set(ctx, 0, 0, 0, KVS_KV_K, 0, k.data, 8), "is memory of a device, a state is in host memory");
+    kvs_snapshot_free(snapshot);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static int n_applied;
+
+static int count_apply(void *user, uint32_t stream, kvs_seq_id seq, uint32_t n, const kvs_cell *cells) {
+    n_applied++;
+    return apply(user, stream, seq, n, cells);
+}
+
+static void a_view_on_a_device_is_planned_only_if_its_copies_can_be_had(void) {
+    open_context();
+    state s = save(ctx, 0);
+    kvs_plane planes[2];
+    CHECK(kvs_kv_plane(ctx, 0, 0, 0, &planes[0], &planes[1]) == KVS_STATUS_OK);
+    kvs_kv_view view = kvs_kv_view_default();
+    view.kv_size = 8;
+    view.n_seq_max = 2;
+    view.n_layer = 1;
+    view.k = &planes[0];
+    view.v = &planes[1];
+    view.visit = visit;
+    view.apply = count_apply;
+    view.clear = clear;
+    kvs_state_reader *reader = NULL;
+    void *stream = new_stream(), *graph = NULL;
+    CHECK(kvs_state_reader_new(0, s.data, s.size, NULL, &reader) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_set_stream(reader, 0, stream) == KVS_STATUS_OK);
+    CU(cuStreamBeginCapture_v2, (void *, int), stream, 2);
+    CAPTURING(kvs_state_reader_plan_kv_cache(reader, &view, 0, NULL, NULL), KVS_STATUS_STREAM_CAPTURING);
+    CU(cuStreamEndCapture, (void *, void **), stream, &graph);
+    void (*fail)(const char *, unsigned, int);
+    *(void **)&fail = driver("fakecuda_fail");
+    kvs_shared_staging_free();
+    fail("cuMemAlloc_v2", 1, 2);
+    FAILS(kvs_state_reader_plan_kv_cache(reader, &view, 0, NULL, NULL), KVS_STATUS_OUT_OF_MEMORY, KVS_STATUS_OUT_OF_MEMORY,
+          "out of memory: a staging buffer on the device needs");
+    // Refused and not consumed: it is planned again.
+    CHECK(kvs_state_reader_plan_kv_cache(reader, &view, 0, NULL, NULL) == KVS_STATUS_OK && n_applied == 0);
+    CHECK(kvs_state_reader_rewind(reader) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_read_kv_cache(reader, &view, NULL) == KVS_STATUS_OK && n_applied == 1);
+    CHECK(kvs_state_reader_finish(reader) == KVS_STATUS_OK);
+    kvs_state_reader_free(reader);
+    free_stream(stream);
+    free(s.data);
+    kvs_context_free(ctx);
+}
+
+static void staging_is_freed_on_request(void) {
+    open_context();
+    free(save(ctx, 0).data);
+    kvs_memory_usage usage = kvs_memory_usage_default();
+    CHECK(kvs_memory_usage_get(ctx, &usage) == KVS_STATUS_OK && usage.staging_device > 0 && usage.staging_pinned > 0);
+    CHECK(kvs_staging_free(ctx) == KVS_STATUS_OK && kvs_staging_free(ctx) == KVS_STATUS_OK);
+    CHECK(kvs_memory_usage_get(ctx, &usage) == KVS_STATUS_OK && usage.staging_device == 0 && usage.staging_pinned == 0);
+    free(save(ctx, 0).data);
+    NO_HANDLE_STATUS(kvs_staging_free(NULL));
+    kvs_context_free(ctx);
+}
+
+static void a_device_that_is_lost_is_told_by_its_check(void) {
+    open_context();
+    void (*fail)(const char *, unsigned, int);
+    *(void **)&fail = driver("fakecuda_fail");
+    fail("cuStreamSynchronize", 1, 700);
+    FAILS(kvs_device_check(0), KVS_STATUS_DEVICE, KVS_STATUS_DEVICE, "CUDA_ERROR_ILLEGAL_ADDRESS (700)");
     kvs_context_free(ctx);
 }
 
@@ -432,4 +533,6 @@ MAIN(CASE(devices_are_checked_by_number), CASE(layers_on_two_devices_and_the_hos
      CASE(a_stream_that_is_being_captured_fails_the_calls), CASE(pinned_memory_takes_and_gives_states),
      CASE(pinned_memory_that_makes_no_sense_is_refused), CASE(views_share_staging_that_can_be_freed),
      CASE(tensors_of_a_device_are_written_and_read_like_any_other), CASE(a_state_that_stays_on_the_device_can_be_dropped),
+     CASE(states_are_in_host_memory), CASE(a_view_on_a_device_is_planned_only_if_its_copies_can_be_had),
+     CASE(staging_is_freed_on_request), CASE(a_device_that_is_lost_is_told_by_its_check),
      CASE(a_call_of_the_driver_that_fails_is_named))

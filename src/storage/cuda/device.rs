@@ -16,6 +16,10 @@ const PTX: [&CStr; 2] = [
     c_str(concat!(include_str!("../../../cuda/shift.ptx"), "\0")),
 ];
 
+/// Major number of the oldest compute capability that runs it.
+const MIN_CAPABILITY: c_int = 6;
+const MIN_CAPABILITY_NAME: &str = "6.0";
+
 const fn c_str(text: &str) -> &CStr {
     match CStr::from_bytes_with_nul(text.as_bytes()) {
         Ok(text) => text,
@@ -69,7 +73,7 @@ impl Device {
     /// The device of this number, opened if nobody uses it yet.
     ///
     /// # Errors
-    /// [`Error::NoCuda`], [`Error::NoDevice`], [`Error::DriverTooOld`], [`Error::Device`].
+    /// [`Error::NoCuda`], [`Error::NoDevice`], [`Error::DeviceTooOld`], [`Error::DriverTooOld`], [`Error::Device`].
     pub fn open(ordinal: i32) -> Result<Arc<Self>> {
         static OPEN: LazyLock<Mutex<HashMap<i32, Weak<Device>>>> = LazyLock::new(Mutex::default);
         let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -83,6 +87,7 @@ impl Device {
 
     fn retain(ordinal: i32) -> Result<Self> {
         const MEMORY_POOLS_SUPPORTED: c_int = 115;
+        const CAPABILITY: [c_int; 2] = [75, 76];
         let driver = Driver::get().map_err(|error| match error {
             // A driver without devices does not know which one was asked for.
             Error::NoDevice { n_device, .. } => Error::NoDevice { device: ordinal, n_device },
@@ -94,10 +99,23 @@ impl Device {
         if !(0..n_device).contains(&ordinal) {
             return Err(Error::NoDevice { device: ordinal, n_device });
         }
-        let (mut handle, mut has_pools, mut context) = (0, 0, ptr::null_mut());
+        let (mut handle, mut has_pools, mut capability, mut context) = (0, 0, [0; 2], ptr::null_mut());
         // SAFETY: the out-parameters can be written, the ordinal is one of a device.
         unsafe {
             driver.device_get(ordinal, &raw mut handle, ordinal)?;
+            for (part, attribute) in capability.iter_mut().zip(CAPABILITY) {
+                driver.device_get_attribute(ordinal, &raw mut *part, attribute, handle)?;
+            }
+        }
+        if capability[0] < MIN_CAPABILITY {
+            return Err(Error::DeviceTooOld {
+                device: ordinal,
+                capability: format!("{}.{}", capability[0], capability[1]),
+                need: MIN_CAPABILITY_NAME,
+            });
+        }
+        // SAFETY: as above.
+        unsafe {
             driver.device_get_attribute(ordinal, &raw mut has_pools, MEMORY_POOLS_SUPPORTED, handle)?;
             driver.primary_ctx_retain(ordinal, &raw mut context, handle)?;
         }
@@ -146,15 +164,30 @@ impl Device {
     }
 
     /// The device whose memory `addr` is in; `None` if it is in no device's. Without a driver there is none.
-    #[must_use]
-    pub fn ordinal_of(addr: u64) -> Option<i32> {
-        Driver::get().ok()?.device_of(addr)
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn ordinal_of(addr: u64) -> Result<Option<i32>> {
+        Driver::get().map_or(Ok(None), |driver| driver.device_of(addr))
+    }
+
+    /// Where the memory that has `addr` ends, if the driver says.
+    pub(super) fn end_of(addr: DevicePtr) -> Result<Option<DevicePtr>> {
+        Driver::get()?.end_of(addr)
+    }
+
+    /// Whether it still works: an error of any work in its context comes back.
+    ///
+    /// # Errors
+    /// [`Error::Device`].
+    pub fn check(&self) -> Result<()> {
+        self.bind()?.synchronize(self.stream)
     }
 
     /// The device whose memory `addr` is in, if the host cannot reach it there. Does not load a driver.
     pub(in crate::storage) fn hiding(addr: u64) -> Option<i32> {
         let driver = Driver::in_use()?;
-        driver.device_of(addr).filter(|_| !driver.is_managed(addr))
+        driver.device_of(addr).ok().flatten().filter(|_| !driver.is_managed(addr))
     }
 
     /// Its number, as the driver counts.

@@ -28,10 +28,12 @@ impl Handle {
 
 /// Codes of the driver that are told apart.
 pub(super) mod code {
+    pub const INVALID_VALUE: u32 = 1;
     pub const OUT_OF_MEMORY: u32 = 2;
     pub const NO_DEVICE: u32 = 100;
     pub const UNSUPPORTED_PTX_VERSION: u32 = 222;
     pub const HOST_MEMORY_ALREADY_REGISTERED: u32 = 712;
+    pub const NOT_SUPPORTED: u32 = 801;
 }
 
 /// The oldest driver that takes PTX 8.0, as `cuDriverGetVersion` counts: CUDA 12.0, r525.
@@ -224,27 +226,60 @@ impl Driver {
     }
 
     /// Which device's memory `addr` is in; `None` for host memory, pinned or not.
-    pub fn device_of(&self, addr: DevicePtr) -> Option<i32> {
+    pub fn device_of(&self, addr: DevicePtr) -> Result<Option<i32>> {
         const MEMORY_TYPE: c_int = 2;
         const DEVICE_ORDINAL: c_int = 9;
         const DEVICE: c_int = 2;
-        let is_device = self.pointer_attribute(MEMORY_TYPE, addr) == Some(DEVICE);
-        is_device.then(|| self.pointer_attribute(DEVICE_ORDINAL, addr)).flatten()
+        match self.pointer_attribute::<c_int>(MEMORY_TYPE, addr)? {
+            Some(DEVICE) => self.pointer_attribute(DEVICE_ORDINAL, addr),
+            _ => Ok(None),
+        }
     }
 
     /// Whether the host reads and writes `addr` as well, wherever the driver keeps it.
     pub fn is_managed(&self, addr: DevicePtr) -> bool {
         const IS_MANAGED: c_int = 8;
-        self.pointer_attribute(IS_MANAGED, addr) == Some(1)
+        matches!(self.pointer_attribute::<c_int>(IS_MANAGED, addr), Ok(Some(1)))
     }
 
-    /// An attribute that is a number, or a flag; `None` for an address that the driver does not know.
-    fn pointer_attribute(&self, which: c_int, addr: DevicePtr) -> Option<c_int> {
-        // A flag is a byte of it.
-        let mut value: c_int = 0;
-        // SAFETY: the attributes that are asked for are no larger; an unknown address is an error.
-        let code = unsafe { (self.probes.pointer_get_attribute)((&raw mut value).cast(), which, addr) };
-        (code == 0).then_some(value)
+    /// Where the memory that has `addr` ends: an allocation, or what is mapped from there on without a gap. `None`: the driver
+    /// does not say.
+    pub fn end_of(&self, addr: DevicePtr) -> Result<Option<DevicePtr>> {
+        const IS_LEGACY_IPC_CAPABLE: c_int = 10;
+        const RANGE_START: c_int = 11;
+        const RANGE_SIZE: c_int = 12;
+        let end_of_range = |addr| -> Result<Option<DevicePtr>> {
+            let start: Option<DevicePtr> = self.pointer_attribute(RANGE_START, addr)?;
+            let size: Option<usize> = self.pointer_attribute(RANGE_SIZE, addr)?;
+            Ok(start.zip(size).map(|(start, size)| start.saturating_add(size as u64)))
+        };
+        // Only what is not mapped piece by piece can be given to another process so.
+        let is_one_piece =
+            |addr| Ok(self.pointer_attribute::<c_int>(IS_LEGACY_IPC_CAPABLE, addr)? == Some(1));
+        let Some(mut end) = end_of_range(addr)? else { return Ok(None) };
+        if is_one_piece(addr)? {
+            return Ok(Some(end));
+        }
+        let device = self.device_of(addr)?;
+        while self.device_of(end)? == device && !is_one_piece(end)? {
+            match end_of_range(end)? {
+                Some(next) if next > end => end = next,
+                _ => break,
+            }
+        }
+        Ok(Some(end))
+    }
+
+    /// An attribute of this size, or a flag, which is a byte of it; `None` for an address that the driver does not know, and
+    /// for an attribute of newer drivers.
+    fn pointer_attribute<T: Copy + Default>(&self, which: c_int, addr: DevicePtr) -> Result<Option<T>> {
+        let mut value = T::default();
+        // SAFETY: the attributes that are asked for are no larger than the types that they are asked for with.
+        match unsafe { (self.probes.pointer_get_attribute)((&raw mut value).cast(), which, addr) } {
+            0 => Ok(Some(value)),
+            code::INVALID_VALUE | code::NOT_SUPPORTED => Ok(None),
+            code => self.check("cuPointerGetAttribute", -1, code).map(|()| None),
+        }
     }
 }
 

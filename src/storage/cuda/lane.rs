@@ -16,6 +16,9 @@ const DEFAULT_SIZE: u64 = 32 << 20;
 /// Pinned buffers, if nobody says how many: one is filled, one is read, two wait.
 const DEFAULT_COUNT: usize = 4;
 
+/// More pinned buffers than this are a mistake.
+const MAX_COUNT: usize = 64;
+
 /// Staging buffers on the device: a kernel works on one while the other is copied.
 const N_DEVICE: usize = 2;
 
@@ -69,13 +72,7 @@ impl CallerStream {
         let mut is_capturing: c_int = 0;
         // SAFETY: the stream is live, by contract; `is_capturing` can be written.
         unsafe { bound.driver().stream_is_capturing(self.ordinal(), self.handle.0, &raw mut is_capturing)? };
-        if is_capturing == 0 {
-            return Ok(());
-        }
-        Err(Error::arg(
-            "stream",
-            format!("the one of device {} is being captured into a graph", self.ordinal()),
-        ))
+        if is_capturing == 0 { Ok(()) } else { Err(Error::StreamCapturing { device: self.ordinal() }) }
     }
 }
 
@@ -84,7 +81,7 @@ impl CallerStream {
 pub struct StagingParams {
     /// Bytes of a buffer; 0: 32 MiB.
     pub size: u64,
-    /// Pinned buffers, at least 2; 0: 4. On the device there are 2 of the same size.
+    /// Pinned buffers, 2 to 64; 0: 4. On the device there are 2 of the same size.
     pub count: usize,
 }
 
@@ -111,13 +108,13 @@ impl Staging {
     /// Lanes with buffers of this size. `largest_state`: bytes that no state exceeds.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for fewer than 2 pinned buffers.
+    /// [`Error::InvalidArgument`] for 1 pinned buffer, or more than 64.
     pub fn new(params: StagingParams, largest_state: Option<u64>) -> Result<Self> {
-        if params.count == 1 {
-            return Err(Error::arg(
-                "n_staging",
-                "1, a buffer is filled while another one is emptied: at least 2",
-            ));
+        let StagingParams { count, .. } = params;
+        if count == 1 || count > MAX_COUNT {
+            let reason =
+                format!("{count}, a buffer is filled while another one is emptied: 2 to {MAX_COUNT}");
+            return Err(Error::arg("n_staging", reason));
         }
         Ok(Self { params, largest_state, ..Self::default() })
     }

@@ -272,6 +272,7 @@ FAKECUDA_EXPORT CUresult cuPointerGetAttribute(void *out, int which, CUdeviceptr
             break;
         case CU_POINTER_ATTRIBUTE_IS_MANAGED: *static_cast<bool *>(out) = false; break;
         case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *static_cast<int *>(out) = context ? context->ordinal : 0; break;
+        case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: *static_cast<bool *>(out) = context != nullptr; break;
         case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *static_cast<CUdeviceptr *>(out) = range->start; break;
         case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *static_cast<size_t *>(out) = range->bytes; break;
         default: return CUDA_ERROR_NOT_SUPPORTED;
