@@ -1,20 +1,21 @@
 //! A context: the memory of one model's sequences, and the states that are taken of it.
 
 mod engine;
+mod slot;
 mod snapshot;
 
-pub use engine::{Slot, UbatchToken};
+pub use slot::{Slot, UbatchToken};
 pub use snapshot::Snapshot;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::cells::{CellMeta, SeqSet};
+use crate::cells::SeqSet;
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
-    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, RopeParams, Scope, SectionParams, SectionRope,
-    Streams, WriteParams,
+    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, RopeParams, Scope, Section, SectionParams,
+    SectionRope, Streams, WriteParams,
 };
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source};
 use crate::storage::{
@@ -100,7 +101,7 @@ pub enum Shift {
     /// This callback, called before rows with a pending shift are written into a state.
     Callback(ShiftCallback),
     /// kvstate, before rows with a pending shift are written into a state and in [`Context::apply_pending_shifts`]: RoPE
-    /// of each layer of each section, `None` for layers without. `n_rot_k` is looked at in [`crate::memory::KvParams`].
+    /// of each layer of each section, `None` for layers without; no layers for a recurrent section. `n_rot_k` is looked at in [`crate::memory::KvParams`].
     ///
     /// Models whose positions have several parts (M-RoPE) cannot be shifted, here as in llama.cpp.
     Rope(Vec<Vec<Option<RopeParams>>>),
@@ -122,8 +123,8 @@ enum Shifter {
     None,
     Engine,
     Callback(ShiftCallback),
-    /// By section.
-    Rope(Vec<SectionRope>),
+    /// By section; `None` where no K is turned.
+    Rope(Vec<Option<SectionRope>>),
 }
 
 impl std::fmt::Debug for Shifter {
@@ -144,13 +145,20 @@ impl Shifter {
             Shift::Engine => Self::Engine,
             Shift::Callback(callback) => Self::Callback(callback),
             Shift::Rope(sections) => {
-                let caches = memory.kv_caches();
-                if sections.len() != caches.len() {
-                    let reason = format!("{} sections for a context of {}", sections.len(), caches.len());
+                let n_section = memory.sections().len();
+                if sections.len() != n_section {
+                    let reason = format!("{} sections for a context of {n_section}", sections.len());
                     return Err(Error::arg("rope", reason));
                 }
-                let section = |(kv, layers): (&KvCache, &Vec<_>)| SectionRope::new(&kv.geometry, layers);
-                Self::Rope(caches.zip(&sections).map(section).collect::<Result<_>>()?)
+                let of_section = |(section, layers): (&Section, &Vec<_>)| match section {
+                    Section::Kv(kv) => SectionRope::new(&kv.geometry, layers).map(Some),
+                    Section::Recurrent(_) if layers.is_empty() => Ok(None),
+                    Section::Recurrent(_) => {
+                        let reason = format!("{} layers for section {}", layers.len(), section.name());
+                        Err(Error::arg("rope", reason + ", in which no K is turned"))
+                    }
+                };
+                Self::Rope(memory.sections().iter().zip(&sections).map(of_section).collect::<Result<_>>()?)
             }
         })
     }
@@ -230,7 +238,7 @@ impl Context {
     /// Number of sections.
     #[must_use]
     pub fn n_section(&self) -> usize {
-        self.memory.kv_caches().len()
+        self.memory.sections().len()
     }
 
     /// Copies on this many threads from now on.
@@ -304,7 +312,8 @@ impl Context {
     }
 
     /// Removes the positions `[p0, p1)` of a sequence; -1 as `seq_id`, `p0` or `p1` means every sequence, from
-    /// the start, to the end. False if a section cannot remove just that range (attention always can).
+    /// the start, to the end. False, and nothing changes in any section, if one cannot remove just that range: a recurrent state
+    /// can be given up whole, or go back by up to `n_rs_seq` positions once after a ubatch; attention can remove any range.
     ///
     /// # Errors
     /// [`Error::SeqId`]; nothing has changed then.
@@ -314,7 +323,7 @@ impl Context {
         Ok(self.memory.seq_rm(seq, PosRange::new(p0, p1)))
     }
 
-    /// Gives the cells of `src` in `[p0, p1)` to `dst` as well. Between streams, where nothing can be shared,
+    /// Gives the cells of `src` in `[p0, p1)` to `dst` as well, and in recurrent sections its state, whatever the range. Between streams, where nothing can be shared,
     /// the sequence is copied at once and replaces `dst`; the range must hold all of it.
     ///
     /// # Errors
@@ -376,7 +385,8 @@ impl Context {
         Ok(())
     }
 
-    /// Smallest position of a sequence, -1 if it is empty. Of the SWA section, where there is one.
+    /// Smallest position of a sequence, -1 if it is empty. Of the SWA section, where there is one; beside a recurrent section the
+    /// larger of the two.
     ///
     /// # Errors
     /// [`Error::SeqId`].
@@ -384,7 +394,8 @@ impl Context {
         Ok(self.memory.seq_pos_min(self.seq(seq_id)?).unwrap_or(-1))
     }
 
-    /// Largest position of a sequence, -1 if it is empty. Of the SWA section, where there is one.
+    /// Largest position of a sequence, -1 if it is empty. Of the SWA section, where there is one; beside a recurrent section the
+    /// smaller of the two, so that a half that is empty shows.
     ///
     /// # Errors
     /// [`Error::SeqId`].
@@ -395,7 +406,7 @@ impl Context {
     // Shifts
 
     fn check_can_shift(&self) -> Result<()> {
-        let reason = if matches!(self.shifter, Shifter::None) {
+        let reason = if matches!(self.shifter, Shifter::None) && self.memory.kv_caches().next().is_some() {
             "the context has no RoPE, no shift callback and no promise of the engine to rotate K"
         } else if !self.memory.sections_have_equal_size() {
             "the sections have different sizes, so they do not lose the same cells"
@@ -449,9 +460,8 @@ impl Context {
 
     fn apply_shifts(&mut self, streams: impl Fn(&KvCache) -> Vec<usize>) -> Result<()> {
         for section in 0..self.n_section() {
-            for stream in streams(self.memory.kv_cache(section)?) {
-                self.apply_shifts_of_stream(section, stream)?;
-            }
+            let shifted = self.memory.sections()[section].as_kv().map_or(Vec::new(), &streams);
+            shifted.into_iter().try_for_each(|stream| self.apply_shifts_of_stream(section, stream))?;
         }
         Ok(())
     }
@@ -464,15 +474,15 @@ impl Context {
             Shifter::Callback(rotate) => {
                 rotate(PendingShift { section, stream, cells: &cells, shifts: &shifts })
             }
-            Shifter::Rope(sections) => {
-                kv.turn_shifted(stream, &sections[section], &self.transfer).map_err(|failure| {
+            Shifter::Rope(sections) => sections[section].as_ref().map_or(Ok(()), |rope| {
+                kv.turn_shifted(stream, rope, &self.transfer).map_err(|failure| {
                     if !failure.rows_changed {
                         return failure.error.to_string();
                     }
                     emptied = kv.shifted_seqs(stream);
                     format!("{}; its sequences are emptied", failure.error)
                 })
-            }
+            }),
             Shifter::None | Shifter::Engine => {
                 Err("the engine promised to rotate K and to call shift_done before a save".into())
             }
@@ -670,13 +680,6 @@ impl Context {
     pub(crate) fn kv_cache(&self, section: usize, stream: usize) -> Result<&KvCache> {
         self.check_stream(stream)?;
         self.memory.kv_cache(section)
-    }
-
-    pub(crate) fn apply(&mut self, section: usize, stream: usize, cells: &[u32], metas: &[CellMeta]) {
-        self.generation += 1;
-        if let Some(kv) = self.memory.kv_caches_mut().nth(section) {
-            kv.apply(stream, cells, metas);
-        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! What an attention section is made of, checked once.
 
+use std::fmt::Display;
+
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
 use crate::storage::PlaneShape;
@@ -115,10 +117,15 @@ impl From<TensorGeometry> for TensorParams {
 
 impl TensorGeometry {
     fn new(params: TensorParams, place: impl Fn() -> String) -> Result<Self> {
-        let TensorParams { ggml_type, n_embd } = params;
-        if n_embd == 0 {
+        if params.n_embd == 0 {
             return Err(Error::arg(format!("{}.n_embd", place()), "0 elements per cell"));
         }
+        Self::of_any_width(params, place)
+    }
+
+    /// A tensor that may have no elements.
+    pub(super) fn of_any_width(params: TensorParams, place: impl Fn() -> String) -> Result<Self> {
+        let TensorParams { ggml_type, n_embd } = params;
         let row_size = ggml_type.row_size(n_embd).ok_or_else(|| {
             Error::arg(
                 format!("{}.n_embd", place()),
@@ -225,4 +232,19 @@ impl Geometry {
     pub fn writes(&self, flags: StateFlags) -> bool {
         !(flags.contains(StateFlags::PARTIAL_ONLY) && self.swa.is_none())
     }
+}
+
+/// A state of another geometry than the section called `name`.
+pub(super) fn mismatch(
+    name: &str,
+    what: &'static str,
+    state: impl Display,
+    cache: impl Display,
+    layer: Option<usize>,
+) -> Error {
+    let place = match layer {
+        Some(layer) => format!("section {name}, layer {layer}"),
+        None => format!("section {name}"),
+    };
+    Error::Mismatch { what, state: format!("{state}"), cache: format!("{cache}"), place }
 }

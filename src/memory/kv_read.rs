@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use super::geometry::{Geometry, TensorGeometry};
+use super::geometry::{Geometry, TensorGeometry, mismatch};
 use super::kv_cache::{KvCache, KvPlanes};
 use super::kv_write::Scope;
 use crate::cells::{CellMeta, Cells, Placement, SeqSet, Shortage};
@@ -338,11 +338,7 @@ impl Geometry {
         cache: impl Display,
         layer: Option<usize>,
     ) -> Error {
-        let place = match layer {
-            Some(layer) => format!("section {}, layer {layer}", self.name),
-            None => format!("section {}", self.name),
-        };
-        Error::Mismatch { what, state: format!("{state}"), cache: format!("{cache}"), place }
+        mismatch(&self.name, what, state, cache, layer)
     }
 
     fn no_space(&self, need: u64, free: u64, stream: usize) -> Error {

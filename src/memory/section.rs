@@ -1,0 +1,282 @@
+//! The kinds of sections, and the one place where each operation asks them.
+
+use super::kv_cache::{KvCache, KvMemory};
+use super::kv_read::{KvPlan, ReadParams};
+use super::kv_write::WriteParams;
+use super::recurrent::{RecurrentCache, RecurrentMemory, RecurrentParams, RecurrentPlan};
+use super::{KvParams, Streams};
+use crate::error::Result;
+use crate::state::{Sink, Source};
+use crate::storage::{CellMap, Plane, Scatter, Transfer};
+use crate::types::{Pos, PosRange, Seq, StateFlags};
+
+/// What a section is made of.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum SectionParams {
+    /// An attention cache.
+    Kv {
+        /// Geometry.
+        kv: KvParams,
+        /// Where K and V are.
+        memory: KvMemory,
+    },
+    /// States of recurrent or linear-attention layers.
+    Recurrent {
+        /// Geometry.
+        recurrent: RecurrentParams,
+        /// Where R, S and P are.
+        memory: RecurrentMemory,
+    },
+}
+
+impl From<KvParams> for SectionParams {
+    fn from(kv: KvParams) -> Self {
+        Self::Kv { kv, memory: KvMemory::Host }
+    }
+}
+
+impl From<RecurrentParams> for SectionParams {
+    fn from(recurrent: RecurrentParams) -> Self {
+        Self::Recurrent { recurrent, memory: RecurrentMemory::Host }
+    }
+}
+
+/// A section of a context's memory.
+#[derive(Debug)]
+pub(crate) enum Section {
+    Kv(KvCache),
+    Recurrent(RecurrentCache),
+}
+
+/// What a commit will do to a section.
+#[derive(Debug)]
+pub(super) enum SectionPlan<'a> {
+    /// The state holds nothing of it.
+    Nothing,
+    Kv(KvPlan<'a>),
+    Recurrent(RecurrentPlan<'a>),
+}
+
+impl Section {
+    pub fn new(name: &str, params: SectionParams, streams: Streams) -> Result<Self> {
+        Ok(match params {
+            SectionParams::Kv { kv, memory } => Self::Kv(KvCache::new(name, &kv, memory, streams)?),
+            SectionParams::Recurrent { recurrent, memory } => {
+                Self::Recurrent(RecurrentCache::new(name, &recurrent, memory, streams.n_seq_max)?)
+            }
+        })
+    }
+
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Kv(kv) => &kv.geometry.name,
+            Self::Recurrent(recurrent) => &recurrent.geometry.name,
+        }
+    }
+
+    pub fn as_kv(&self) -> Option<&KvCache> {
+        match self {
+            Self::Kv(kv) => Some(kv),
+            Self::Recurrent(_) => None,
+        }
+    }
+
+    pub fn as_kv_mut(&mut self) -> Option<&mut KvCache> {
+        match self {
+            Self::Kv(kv) => Some(kv),
+            Self::Recurrent(_) => None,
+        }
+    }
+
+    pub fn as_recurrent(&self) -> Option<&RecurrentCache> {
+        match self {
+            Self::Recurrent(recurrent) => Some(recurrent),
+            Self::Kv(_) => None,
+        }
+    }
+
+    /// Every plane.
+    pub fn planes(&self) -> Box<dyn Iterator<Item = &Plane> + '_> {
+        match self {
+            Self::Kv(kv) => Box::new(kv.planes()),
+            Self::Recurrent(recurrent) => Box::new(recurrent.planes()),
+        }
+    }
+
+    // Sequences
+
+    /// Nothing is held any more.
+    pub fn forget(&mut self) {
+        match self {
+            Self::Kv(kv) => kv.forget(),
+            Self::Recurrent(recurrent) => recurrent.forget(),
+        }
+    }
+
+    pub fn zero_all(&mut self, transfer: &Transfer) -> Result<()> {
+        match self {
+            Self::Kv(kv) => kv.zero_all(transfer),
+            Self::Recurrent(recurrent) => recurrent.zero_all(transfer),
+        }
+    }
+
+    /// Whether [`Section::seq_rm`] can remove just that.
+    pub fn can_seq_rm(&self, seq: Option<Seq>, range: PosRange) -> bool {
+        match self {
+            Self::Kv(_) => true,
+            Self::Recurrent(recurrent) => recurrent.can_seq_rm(seq, range),
+        }
+    }
+
+    pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange) {
+        match self {
+            Self::Kv(kv) => kv.seq_rm(seq, range),
+            Self::Recurrent(recurrent) => recurrent.seq_rm(seq, range),
+        }
+    }
+
+    /// Whether [`Section::seq_cp`] can be done.
+    pub fn check_seq_cp(&self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
+        match self {
+            Self::Kv(kv) => kv.check_seq_cp(src, dst, range),
+            Self::Recurrent(_) => Ok(()),
+        }
+    }
+
+    pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange, transfer: &Transfer) -> Result<()> {
+        match self {
+            Self::Kv(kv) => kv.seq_cp(src, dst, range, transfer),
+            Self::Recurrent(recurrent) => {
+                recurrent.seq_cp(src, dst);
+                Ok(())
+            }
+        }
+    }
+
+    pub fn seq_keep(&mut self, seq: Seq) {
+        match self {
+            Self::Kv(kv) => kv.seq_keep(seq),
+            Self::Recurrent(recurrent) => recurrent.seq_keep(seq),
+        }
+    }
+
+    /// Whether [`Section::seq_add`] can be done.
+    pub fn check_seq_add(&self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
+        match self {
+            Self::Kv(kv) => kv.check_seq_add(seq, range, delta),
+            Self::Recurrent(recurrent) => recurrent.check_seq_add(seq, range, delta),
+        }
+    }
+
+    pub fn seq_add(&mut self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
+        match self {
+            Self::Kv(kv) => kv.seq_add(seq, range, delta),
+            Self::Recurrent(recurrent) => {
+                recurrent.seq_add(seq, range, delta);
+                Ok(())
+            }
+        }
+    }
+
+    pub fn seq_div(&mut self, seq: Seq, range: PosRange, d: i32) -> Result<()> {
+        match self {
+            Self::Kv(kv) => kv.seq_div(seq, range, d),
+            Self::Recurrent(recurrent) => {
+                recurrent.seq_div(seq, range, d);
+                Ok(())
+            }
+        }
+    }
+
+    // States
+
+    /// Whether the section has bytes in a state with these flags.
+    pub fn writes(&self, flags: StateFlags) -> bool {
+        match self {
+            Self::Kv(kv) => kv.geometry.writes(flags),
+            Self::Recurrent(_) => true,
+        }
+    }
+
+    pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, params: WriteParams) -> Result<()> {
+        match self {
+            Self::Kv(kv) => kv.state_write(sink, params),
+            Self::Recurrent(recurrent) => recurrent.state_write(sink, params.scope),
+        }
+    }
+
+    /// Reads, checks and places the section's bytes. Changes nothing.
+    pub(super) fn state_plan<'a>(
+        &self,
+        source: &mut Source<'a>,
+        params: ReadParams,
+    ) -> Result<SectionPlan<'a>> {
+        Ok(match self {
+            Self::Kv(kv) => {
+                let read = kv.geometry.state_read(source, params)?;
+                SectionPlan::Kv(kv.state_place(read, params.scope)?)
+            }
+            Self::Recurrent(recurrent) => {
+                let read = recurrent.geometry.state_read(source, params.scope)?;
+                SectionPlan::Recurrent(recurrent.state_place(read, params.scope)?)
+            }
+        })
+    }
+
+    /// Reads and checks bytes that the state should not have, and drops them.
+    pub(super) fn state_skip(&self, source: &mut Source<'_>, params: ReadParams) -> Result<()> {
+        match self {
+            Self::Kv(kv) => kv.geometry.state_read(source, params).map(drop),
+            Self::Recurrent(recurrent) => recurrent.geometry.state_read(source, params.scope).map(drop),
+        }
+    }
+
+    /// Whether the commit takes cells that hold something, the destination's own included.
+    pub(super) fn state_overwrites(&self, plan: &SectionPlan<'_>) -> bool {
+        match (self, plan) {
+            (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_overwrites(plan),
+            (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_overwrites(plan),
+            _ => false,
+        }
+    }
+
+    /// Replaces what the destination holds by the state.
+    pub(super) fn state_apply(&mut self, plan: &SectionPlan<'_>) {
+        match (self, plan) {
+            (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_apply(plan),
+            (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_apply(plan),
+            _ => {}
+        }
+    }
+
+    /// Empties the destination.
+    pub(super) fn state_forget(&mut self, plan: &SectionPlan<'_>) {
+        match (self, plan) {
+            (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_forget(plan),
+            (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_forget(plan),
+            _ => {}
+        }
+    }
+
+    /// The tensors' part of the commit.
+    pub(super) fn state_scatter<'p>(&'p mut self, plan: &'p SectionPlan<'_>) -> Vec<Scatter<'p>> {
+        match (self, plan) {
+            (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_scatter(plan),
+            (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_scatter(plan),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The cells that the state would have, in every plane.
+    pub(super) fn state_cells<'p>(
+        &'p mut self,
+        plan: &'p SectionPlan<'_>,
+    ) -> Vec<(&'p mut Plane, &'p CellMap)> {
+        match (self, plan) {
+            (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_cells(plan),
+            (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_cells(plan),
+            _ => Vec::new(),
+        }
+    }
+}
