@@ -14,8 +14,8 @@ use crate::cells::SeqSet;
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
-    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, RopeParams, Scope, Section, SectionParams,
-    SectionRope, Streams, WriteParams,
+    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, RopeParams, Scope, Section, SectionKind,
+    SectionParams, SectionRope, Streams, WriteParams,
 };
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, Sink, SliceSink, Source};
 use crate::storage::{
@@ -152,8 +152,8 @@ impl Shifter {
                 }
                 let of_section = |(section, layers): (&Section, &Vec<_>)| match section {
                     Section::Kv(kv) => SectionRope::new(&kv.geometry, layers).map(Some),
-                    Section::Recurrent(_) if layers.is_empty() => Ok(None),
-                    Section::Recurrent(_) => {
+                    _ if layers.is_empty() => Ok(None),
+                    _ => {
                         let reason = format!("{} layers for section {}", layers.len(), section.name());
                         Err(Error::arg("rope", reason + ", in which no K is turned"))
                     }
@@ -239,6 +239,14 @@ impl Context {
     #[must_use]
     pub fn n_section(&self) -> usize {
         self.memory.sections().len()
+    }
+
+    /// What kind a section is of.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a section that is not there.
+    pub fn section_kind(&self, section: usize) -> Result<SectionKind> {
+        Ok(self.memory.section(section)?.kind())
     }
 
     /// Copies on this many threads from now on.

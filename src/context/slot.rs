@@ -59,7 +59,7 @@ struct StreamTokens {
 impl Slot {
     /// The cell of each token in a section, in the order of the ubatch; `None` for a section that is not there.
     /// The cells of tokens in different streams are cells of those streams. In a recurrent section it is the cell of the token's
-    /// sequences.
+    /// sequences; a shared section has none of its own.
     #[must_use]
     pub fn cells(&self, section: usize) -> Option<&[u32]> {
         self.sections.get(section).map(|slot| &slot.cells[..])
@@ -97,11 +97,18 @@ impl Context {
         if self.memory.sections().iter().any(|section| section.as_recurrent().is_some()) {
             tokens.find_sets(ubatch.len())?;
         }
-        let of_section = |section: &Section| match section {
-            Section::Kv(kv) => tokens.slot_in_kv(kv),
-            Section::Recurrent(recurrent) => tokens.slot_in_recurrent(recurrent),
-        };
-        let sections = self.memory.sections().iter().map(of_section).collect::<Result<_>>()?;
+        let mut sections = Vec::<SectionSlot>::with_capacity(self.n_section());
+        for section in self.memory.sections() {
+            let slot = match section {
+                Section::Kv(kv) => match kv.geometry.mirrors.and_then(|source| sections.get(source)) {
+                    Some(source) => source.clone(),
+                    None => tokens.slot_in_kv(kv)?,
+                },
+                Section::Recurrent(recurrent) => tokens.slot_in_recurrent(recurrent)?,
+                Section::Shared => SectionSlot { cells: Vec::new(), recurrent: None },
+            };
+            sections.push(slot);
+        }
         Ok(Slot { context_id: self.id, generation: self.generation(), tokens, sections })
     }
 
@@ -145,7 +152,7 @@ impl Context {
                 Some(Section::Recurrent(recurrent)) => {
                     of_section.recurrent.iter().for_each(|found| recurrent.apply(found));
                 }
-                None => {}
+                Some(Section::Shared) | None => {}
             }
         }
         Ok(())

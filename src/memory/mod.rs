@@ -23,7 +23,7 @@ pub use recurrent::{
     RecurrentTensor,
 };
 pub use rope::RopeParams;
-pub use section::SectionParams;
+pub use section::{SectionKind, SectionParams};
 
 pub(crate) use kv_cache::KvCache;
 pub(crate) use kv_read::ReadParams;
@@ -38,7 +38,7 @@ use crate::format::StateVersion;
 use crate::state::{Input, Sink, Source};
 use crate::storage::{self, Plane, ProgressCallback, Transfer};
 use crate::types::{Pos, PosRange, Seq, StateFlags};
-use section::SectionPlan;
+use section::{SHARED, SectionPlan};
 
 /// What a commit will do, by section.
 #[derive(Debug)]
@@ -65,7 +65,24 @@ impl Memory {
         let names = names(&params);
         let build = |(params, name): (SectionParams, String)| Section::new(&name, params, streams);
         let sections = params.into_iter().zip(names).map(build).collect::<Result<_>>()?;
-        Ok(Self { sections, streams })
+        let memory = Self { sections, streams };
+        memory.check_mirrors()?;
+        Ok(memory)
+    }
+
+    fn check_mirrors(&self) -> Result<()> {
+        for (i, section) in self.sections.iter().enumerate() {
+            let Some((kv, source)) = section.as_kv().and_then(|kv| Some((kv, kv.geometry.mirrors?))) else {
+                continue;
+            };
+            let attention = self.sections[..i].get(source).and_then(Section::as_kv);
+            let source = attention.ok_or_else(|| {
+                let reason = format!("{source} is no attention cache before section {i}");
+                Error::arg(format!("{}.mirrors", section.name()), reason)
+            })?;
+            kv.geometry.check_mirrors(&source.geometry)?;
+        }
+        Ok(())
     }
 
     /// Bytes of the planes on devices.
@@ -108,7 +125,7 @@ impl Memory {
         self.sections.iter().filter_map(Section::as_recurrent)
     }
 
-    fn section(&self, section: usize) -> Result<&Section> {
+    pub fn section(&self, section: usize) -> Result<&Section> {
         let n = self.sections.len();
         let found = self.sections.get(section);
         found.ok_or_else(|| Error::arg("section", format!("{section} is out of range [0, {n})")))
@@ -225,7 +242,7 @@ impl Memory {
     ) -> Result<MemoryPlan<'a>> {
         let plan = self.plan_sections(source.clone(), flags, params, false);
         let bytes_left = plan.as_ref().map_or(u64::MAX, |plan| plan.end.left());
-        if bytes_left > 0 && self.sections.iter().any(|section| !section.writes(flags)) {
+        if bytes_left > 0 && self.kv_caches().any(|kv| !kv.geometry.writes(flags)) {
             let legacy = self.plan_sections(source.clone(), flags, params, true);
             if let Some(legacy) = legacy.ok().filter(|legacy| legacy.end.left() == 0) {
                 return Ok(legacy);
@@ -278,8 +295,8 @@ impl Memory {
         for section in &self.sections {
             let mut plan = SectionPlan::Nothing;
             if section.writes(flags) {
-                plan = section.state_plan(&mut source, params)?;
-            } else if legacy {
+                plan = section.state_plan(&mut source, params, &sections)?;
+            } else if legacy && section.as_kv().is_some() {
                 section.state_skip(&mut source, params)?;
                 n_legacy_skipped += 1;
             }
@@ -342,8 +359,8 @@ impl Memory {
 /// What the sections are called in messages.
 fn names(params: &[SectionParams]) -> Vec<String> {
     let is_full = |params: &SectionParams| match params {
-        SectionParams::Kv { kv, .. } => Some(kv.swa.is_none()),
-        SectionParams::Recurrent { .. } => None,
+        SectionParams::Kv { kv, .. } if kv.mirrors.is_none() => Some(kv.swa.is_none()),
+        _ => None,
     };
     let attention: Vec<bool> = params.iter().filter_map(is_full).collect();
     let kv_name = |i: usize| match attention[..] {
@@ -353,11 +370,16 @@ fn names(params: &[SectionParams]) -> Vec<String> {
     };
     let mut n_kv = 0;
     let name = |params: &SectionParams| match params {
+        SectionParams::Kv { kv: KvParams { mirrors: Some(source), .. }, .. } => match attention[..] {
+            [_] => "indexer".to_owned(),
+            _ => format!("indexer of {source}"),
+        },
         SectionParams::Kv { .. } => {
             n_kv += 1;
             kv_name(n_kv - 1)
         }
         SectionParams::Recurrent { .. } => "recurrent".to_owned(),
+        SectionParams::Shared => SHARED.to_owned(),
     };
     params.iter().map(name).collect()
 }

@@ -28,6 +28,21 @@ pub enum SectionParams {
         /// Where R, S and P are.
         memory: RecurrentMemory,
     },
+    /// Layers of a draft that read the cells of the target's cache: the draft's state has nothing of them, and positions and cells
+    /// are to be asked of the target.
+    Shared,
+}
+
+/// What kind a section is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SectionKind {
+    /// [`SectionParams::Kv`].
+    Kv,
+    /// [`SectionParams::Recurrent`].
+    Recurrent,
+    /// [`SectionParams::Shared`]: writes nothing, restores nothing.
+    Shared,
 }
 
 impl From<KvParams> for SectionParams {
@@ -42,11 +57,15 @@ impl From<RecurrentParams> for SectionParams {
     }
 }
 
+/// What a shared section is called in messages.
+pub(super) const SHARED: &str = "shared";
+
 /// A section of a context's memory.
 #[derive(Debug)]
 pub(crate) enum Section {
     Kv(KvCache),
     Recurrent(RecurrentCache),
+    Shared,
 }
 
 /// What a commit will do to a section.
@@ -65,6 +84,7 @@ impl Section {
             SectionParams::Recurrent { recurrent, memory } => {
                 Self::Recurrent(RecurrentCache::new(name, &recurrent, memory, streams.n_seq_max)?)
             }
+            SectionParams::Shared => Self::Shared,
         })
     }
 
@@ -72,27 +92,36 @@ impl Section {
         match self {
             Self::Kv(kv) => &kv.geometry.name,
             Self::Recurrent(recurrent) => &recurrent.geometry.name,
+            Self::Shared => SHARED,
+        }
+    }
+
+    pub fn kind(&self) -> SectionKind {
+        match self {
+            Self::Kv(_) => SectionKind::Kv,
+            Self::Recurrent(_) => SectionKind::Recurrent,
+            Self::Shared => SectionKind::Shared,
         }
     }
 
     pub fn as_kv(&self) -> Option<&KvCache> {
         match self {
             Self::Kv(kv) => Some(kv),
-            Self::Recurrent(_) => None,
+            Self::Recurrent(_) | Self::Shared => None,
         }
     }
 
     pub fn as_kv_mut(&mut self) -> Option<&mut KvCache> {
         match self {
             Self::Kv(kv) => Some(kv),
-            Self::Recurrent(_) => None,
+            Self::Recurrent(_) | Self::Shared => None,
         }
     }
 
     pub fn as_recurrent(&self) -> Option<&RecurrentCache> {
         match self {
             Self::Recurrent(recurrent) => Some(recurrent),
-            Self::Kv(_) => None,
+            Self::Kv(_) | Self::Shared => None,
         }
     }
 
@@ -101,6 +130,7 @@ impl Section {
         match self {
             Self::Kv(kv) => Box::new(kv.planes()),
             Self::Recurrent(recurrent) => Box::new(recurrent.planes()),
+            Self::Shared => Box::new(std::iter::empty()),
         }
     }
 
@@ -111,6 +141,7 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.forget(),
             Self::Recurrent(recurrent) => recurrent.forget(),
+            Self::Shared => {}
         }
     }
 
@@ -118,13 +149,14 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.zero_all(transfer),
             Self::Recurrent(recurrent) => recurrent.zero_all(transfer),
+            Self::Shared => Ok(()),
         }
     }
 
     /// Whether [`Section::seq_rm`] can remove just that.
     pub fn can_seq_rm(&self, seq: Option<Seq>, range: PosRange) -> bool {
         match self {
-            Self::Kv(_) => true,
+            Self::Kv(_) | Self::Shared => true,
             Self::Recurrent(recurrent) => recurrent.can_seq_rm(seq, range),
         }
     }
@@ -133,6 +165,7 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.seq_rm(seq, range),
             Self::Recurrent(recurrent) => recurrent.seq_rm(seq, range),
+            Self::Shared => {}
         }
     }
 
@@ -140,7 +173,7 @@ impl Section {
     pub fn check_seq_cp(&self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
         match self {
             Self::Kv(kv) => kv.check_seq_cp(src, dst, range),
-            Self::Recurrent(_) => Ok(()),
+            Self::Recurrent(_) | Self::Shared => Ok(()),
         }
     }
 
@@ -151,6 +184,7 @@ impl Section {
                 recurrent.seq_cp(src, dst);
                 Ok(())
             }
+            Self::Shared => Ok(()),
         }
     }
 
@@ -158,6 +192,7 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.seq_keep(seq),
             Self::Recurrent(recurrent) => recurrent.seq_keep(seq),
+            Self::Shared => {}
         }
     }
 
@@ -166,6 +201,7 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.check_seq_add(seq, range, delta),
             Self::Recurrent(recurrent) => recurrent.check_seq_add(seq, range, delta),
+            Self::Shared => Ok(()),
         }
     }
 
@@ -176,6 +212,7 @@ impl Section {
                 recurrent.seq_add(seq, range, delta);
                 Ok(())
             }
+            Self::Shared => Ok(()),
         }
     }
 
@@ -186,6 +223,7 @@ impl Section {
                 recurrent.seq_div(seq, range, d);
                 Ok(())
             }
+            Self::Shared => Ok(()),
         }
     }
 
@@ -196,6 +234,7 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.geometry.writes(flags),
             Self::Recurrent(_) => true,
+            Self::Shared => false,
         }
     }
 
@@ -203,24 +242,31 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.state_write(sink, params),
             Self::Recurrent(recurrent) => recurrent.state_write(sink, params.scope),
+            Self::Shared => Ok(()),
         }
     }
 
-    /// Reads, checks and places the section's bytes. Changes nothing.
+    /// Reads, checks and places the section's bytes. Changes nothing. `before` are the plans of the sections before it.
     pub(super) fn state_plan<'a>(
         &self,
         source: &mut Source<'a>,
         params: ReadParams,
+        before: &[SectionPlan<'_>],
     ) -> Result<SectionPlan<'a>> {
         Ok(match self {
             Self::Kv(kv) => {
                 let read = kv.geometry.state_read(source, params)?;
-                SectionPlan::Kv(kv.state_place(read, params.scope)?)
+                let mirrored = kv.geometry.mirrors.and_then(|section| before.get(section));
+                SectionPlan::Kv(match mirrored {
+                    Some(SectionPlan::Kv(mirrored)) => kv.state_place_beside(read, params.scope, mirrored)?,
+                    _ => kv.state_place(read, params.scope)?,
+                })
             }
             Self::Recurrent(recurrent) => {
                 let read = recurrent.geometry.state_read(source, params.scope)?;
                 SectionPlan::Recurrent(recurrent.state_place(read, params.scope)?)
             }
+            Self::Shared => SectionPlan::Nothing,
         })
     }
 
@@ -229,6 +275,7 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.geometry.state_read(source, params).map(drop),
             Self::Recurrent(recurrent) => recurrent.geometry.state_read(source, params.scope).map(drop),
+            Self::Shared => Ok(()),
         }
     }
 

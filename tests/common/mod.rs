@@ -187,11 +187,10 @@ pub fn whole_contexts(suffix: &str) -> Vec<(PathBuf, Fixture)> {
     found
 }
 
-/// Those that are made of attention caches. DSA and MSA are two, one of which mirrors the cells of the other: in a fresh cache, both
-/// are placed alike.
+/// Those that are made of attention caches.
 const ATTENTION: [&str; 4] =
     ["llama_kv_cache", "llama_kv_cache_iswa", "llama_kv_cache_dsa", "llama_kv_cache_msa"];
-const MEMORIES: [&str; 7] = [
+const MEMORIES: [&str; 8] = [
     ATTENTION[0],
     ATTENTION[1],
     ATTENTION[2],
@@ -199,6 +198,7 @@ const MEMORIES: [&str; 7] = [
     "llama_memory_recurrent",
     "llama_memory_hybrid",
     "llama_memory_hybrid_iswa",
+    "llama_memory_hybrid_idx",
 ];
 
 impl Fixture {
@@ -293,16 +293,20 @@ impl Fixture {
 
     /// All sections of the memory, attention caches as `change` leaves them.
     pub fn sections_with(&self, kv_size: u32, change: impl Fn(&mut KvParams)) -> Vec<SectionParams> {
+        let mirrors = |name: &str| {
+            let is_source = |section: &Section| ["mla", "base", "attn"].contains(&&*section.name);
+            ["lid", "idx"].contains(&name).then(|| self.cache.iter().position(is_source).expect("a source"))
+        };
         let change = |mut kv: KvParams| {
             change(&mut kv);
             kv.into()
         };
-        if self.is_attention() {
+        if self.is_iswa() {
             return self.sections(kv_size).into_iter().map(change).collect();
         }
         let section = |section: &Section| {
             if section.is_attention() {
-                change(self.section(section, kv_size))
+                change(KvParams { mirrors: mirrors(&section.name), ..self.section(section, kv_size) })
             } else {
                 section.recurrent().into()
             }
