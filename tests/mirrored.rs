@@ -37,7 +37,7 @@ fn cells_of(ctx: &Context, section: usize, seq: SeqId) -> Vec<u32> {
 fn fragment(ctx: &mut Context, n_free: Pos) {
     let ids = [[0], [1]];
     let tokens: Vec<_> = (0..2 * n_free)
-        .map(|i| UbatchToken { pos: i, ext: CellExt::default(), seq_ids: &ids[i as usize % 2] })
+        .map(|i| UbatchToken { pos: i, ext: CellExt::default(), seq_ids: &ids[usize::from(i % 2 == 1)] })
         .collect();
     let slot = ctx.prepare(&tokens).expect("a slot");
     ctx.commit(&slot).expect("a slot");
