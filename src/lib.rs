@@ -6,8 +6,9 @@
 //!
 //! # Words
 //!
-//! They are llama.cpp's. A **section** is one cache of a model's memory: an attention cache, or one half of an
-//! iSWA pair (full attention, then sliding window). A **cell** holds K and V of one token in every layer of its
+//! They are llama.cpp's. A **section** is one cache of a model's memory: an attention cache, one half of an
+//! iSWA pair (full attention, then sliding window), an indexer that takes the cells of an attention cache, the states of
+//! recurrent layers, or the compressed half of a DSV4 memory. A **cell** holds K and V of one token in every layer of its
 //! section; it has a **position** and belongs to one sequence or more. Cells of a section lie in one **stream**
 //! that all sequences share (unified), or in a stream for each sequence. A **plane** is the memory of one
 //! layer's K or V in one stream: a row per cell, or for transposed V (`v_trans`) a channel after the other.

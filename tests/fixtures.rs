@@ -295,7 +295,7 @@ fn a_state_changes_its_stream_counts_and_nothing_else_in_a_unified_context() {
 
 #[test]
 fn a_state_takes_cells_between_those_of_another_sequence() {
-    let filter = |f: &Fixture| is_whole(f) && f.n_cells() > 0 && f.sidecar.kv_unified;
+    let filter = |f: &Fixture| is_whole(f) && f.n_cells() > 0 && f.sidecar.kv_unified && !f.is_dsv4();
     for_each("blobs in scattered cells", filter, |f| {
         let n = f.n_cells();
         let (seq, other) = (f.sidecar.seq_id, f.sidecar.seq_id + 1);

@@ -4,7 +4,7 @@
 use super::{Context, UbatchToken};
 use crate::cells::CellMeta;
 use crate::error::{Error, Result};
-use crate::memory::{LayerParams, RecurrentState, RecurrentTensor};
+use crate::memory::{Dsv4Compressor, Dsv4Tensor, LayerParams, RecurrentState, RecurrentTensor};
 use crate::storage::Plane;
 use crate::types::{Pos, PosRange, Seq, SeqId};
 
@@ -156,6 +156,29 @@ impl Context {
     /// [`Error::InvalidArgument`] for a section that is not there, or not recurrent; [`Error::SeqId`].
     pub fn recurrent_state(&self, section: usize, seq_id: SeqId) -> Result<Option<RecurrentState>> {
         Ok(self.memory.recurrent_cache(section)?.state(self.seq(seq_id)?))
+    }
+
+    /// A plane of a layer (its number in the model) of the compressed half of a DSV4 memory, in a stream and, for states, a rollback
+    /// plane; `None` if there is none.
+    #[must_use]
+    pub fn dsv4_plane(
+        &self,
+        (compressor, tensor): (Dsv4Compressor, Dsv4Tensor),
+        il: u32,
+        stream: usize,
+        rollback: u32,
+    ) -> Option<&Plane> {
+        self.memory.dsv4()?.plane((compressor, tensor), il, stream, rollback)
+    }
+
+    /// The rollback plane that the states of a sequence are in, until the next ubatch: an engine asks before it commits the slot.
+    /// 0 in a memory without DSV4.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn dsv4_rollback(&self, seq_id: SeqId) -> Result<u32> {
+        let seq = self.seq(seq_id)?;
+        Ok(self.memory.dsv4().map_or(0, |dsv4| dsv4.rollback(seq)))
     }
 
     fn check_layer(&self, section: usize, layer: usize) -> Result<()> {

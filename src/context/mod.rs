@@ -328,7 +328,7 @@ impl Context {
     pub fn seq_rm(&mut self, seq_id: SeqId, p0: Pos, p1: Pos) -> Result<bool> {
         let seq = if seq_id < 0 { None } else { Some(self.seq(seq_id)?) };
         self.changed();
-        Ok(self.memory.seq_rm(seq, PosRange::new(p0, p1)))
+        self.memory.seq_rm(seq, PosRange::new(p0, p1), &self.transfer)
     }
 
     /// Gives the cells of `src` in `[p0, p1)` to `dst` as well, and in recurrent sections its state, whatever the range. Between streams, where nothing can be shared,
@@ -355,8 +355,7 @@ impl Context {
     pub fn seq_keep(&mut self, seq_id: SeqId) -> Result<()> {
         let seq = self.seq(seq_id)?;
         self.changed();
-        self.memory.seq_keep(seq);
-        Ok(())
+        self.memory.seq_keep(seq, &self.transfer)
     }
 
     /// Moves the positions `[p0, p1)` of a sequence by `delta`; the rotation of K is pending until it is
@@ -416,6 +415,8 @@ impl Context {
     fn check_can_shift(&self) -> Result<()> {
         let reason = if matches!(self.shifter, Shifter::None) && self.memory.kv_caches().next().is_some() {
             "the context has no RoPE, no shift callback and no promise of the engine to rotate K"
+        } else if self.memory.dsv4().is_some() {
+            "compressed rows are of the positions that they were made of"
         } else if !self.memory.sections_have_equal_size() {
             "the sections have different sizes, so they do not lose the same cells"
         } else {
@@ -500,7 +501,7 @@ impl Context {
             kv.shift_done(stream);
         }
         for seq in emptied.iter() {
-            self.memory.seq_rm(Some(seq), PosRange::ALL);
+            self.memory.seq_rm(Some(seq), PosRange::ALL, &self.transfer)?;
             self.changed();
         }
         applied.map_err(|reason| Error::ShiftFailed { n_cells: cells.len(), reason, place })

@@ -105,7 +105,7 @@ impl Context {
                     None => tokens.slot_in_kv(kv)?,
                 },
                 Section::Recurrent(recurrent) => tokens.slot_in_recurrent(recurrent)?,
-                Section::Shared => SectionSlot { cells: Vec::new(), recurrent: None },
+                Section::Shared | Section::Dsv4(_) => SectionSlot { cells: Vec::new(), recurrent: None },
             };
             sections.push(slot);
         }
@@ -152,6 +152,7 @@ impl Context {
                 Some(Section::Recurrent(recurrent)) => {
                     of_section.recurrent.iter().for_each(|found| recurrent.apply(found));
                 }
+                Some(Section::Dsv4(dsv4)) => dsv4.apply(slot.tokens.seqs()),
                 Some(Section::Shared) | None => {}
             }
         }
@@ -204,6 +205,14 @@ impl Tokens {
         let row: Vec<u32> = (found.slot.head..).take(self.sets.len()).collect();
         let cells = self.set_of.iter().map(|&set| row[set]).collect();
         Ok(SectionSlot { cells, recurrent: Some(found) })
+    }
+
+    /// Every sequence that has tokens.
+    fn seqs(&self) -> SeqSet {
+        let mut seqs = SeqSet::EMPTY;
+        let metas = self.streams.iter().flat_map(|stream| &stream.metas);
+        metas.flat_map(|meta| meta.seqs.iter()).for_each(|seq| seqs.insert(seq));
+        seqs
     }
 
     fn take_in_kv(&self, kv: &mut KvCache, cells: &[u32]) {

@@ -120,7 +120,7 @@ impl From<TensorGeometry> for TensorParams {
 }
 
 impl TensorGeometry {
-    fn new(params: TensorParams, place: impl Fn() -> String) -> Result<Self> {
+    pub(super) fn new(params: TensorParams, place: impl Fn() -> String) -> Result<Self> {
         if params.n_embd == 0 {
             return Err(Error::arg(format!("{}.n_embd", place()), "0 elements per cell"));
         }

@@ -3,6 +3,7 @@
 //! One attention cache is one section; an iSWA pair is two, full attention first; recurrent states are one more, behind the
 //! attention caches. An operation on the memory is done in every section or, where it can be refused, in none.
 
+mod dsv4;
 mod geometry;
 mod kv_cache;
 mod kv_read;
@@ -13,6 +14,7 @@ mod recurrent;
 mod rope;
 mod section;
 
+pub use dsv4::{Dsv4Compressor, Dsv4CompressorParams, Dsv4Memory, Dsv4Params, Dsv4Planes, Dsv4Tensor};
 pub use geometry::{KvParams, LayerParams, Streams, TensorParams, swa_kv_size};
 pub use kv_cache::{KvMemory, KvPlanes};
 pub use kv_read::LegacyRotation;
@@ -25,6 +27,7 @@ pub use recurrent::{
 pub use rope::RopeParams;
 pub use section::{SectionKind, SectionParams};
 
+pub(crate) use dsv4::Dsv4Cache;
 pub(crate) use kv_cache::KvCache;
 pub(crate) use kv_read::ReadParams;
 pub(crate) use kv_view::ViewPlan;
@@ -67,6 +70,7 @@ impl Memory {
         let sections = params.into_iter().zip(names).map(build).collect::<Result<_>>()?;
         let memory = Self { sections, streams };
         memory.check_mirrors()?;
+        memory.check_dsv4()?;
         Ok(memory)
     }
 
@@ -83,6 +87,21 @@ impl Memory {
             kv.geometry.check_mirrors(&source.geometry)?;
         }
         Ok(())
+    }
+
+    /// The header of a DSV4 state is that of all its sections.
+    fn check_dsv4(&self) -> Result<()> {
+        match (self.dsv4(), &self.sections[..]) {
+            (None, _) | (_, [Section::Kv(_), Section::Kv(_), Section::Dsv4(_)]) => Ok(()),
+            (Some(_), sections) => {
+                let names: Vec<_> = sections.iter().map(Section::name).collect();
+                let reason = format!(
+                    "{}; DSV4 is a pair of attention caches and the compressed half",
+                    names.join(", ")
+                );
+                Err(Error::arg("sections", reason))
+            }
+        }
     }
 
     /// Bytes of the planes on devices.
@@ -152,20 +171,18 @@ impl Memory {
     // Sequence operations: all sections or none.
 
     pub fn clear(&mut self, data: bool, transfer: &Transfer) -> Result<()> {
-        self.sections.iter_mut().for_each(Section::forget);
-        if !data {
-            return Ok(());
-        }
-        self.sections.iter_mut().try_for_each(|section| section.zero_all(transfer))
+        all(self.sections.iter_mut().map(|section| section.clear(data, transfer)))
     }
 
-    /// False, and nothing has changed, if a section cannot remove just that.
-    pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange) -> bool {
-        let can = self.sections.iter().all(|section| section.can_seq_rm(seq, range));
-        if can {
-            self.sections.iter_mut().for_each(|section| section.seq_rm(seq, range));
+    /// False, and nothing has changed, if a section cannot remove just that. If it fails, it is removed, and rows that are not used
+    /// any more may not be zero.
+    pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange, transfer: &Transfer) -> Result<bool> {
+        let pos_max = seq.and_then(|seq| self.position_section()?.seq_pos_max(seq));
+        if !self.sections.iter().all(|section| section.can_seq_rm(seq, range, pos_max)) {
+            return Ok(false);
         }
-        can
+        all(self.sections.iter_mut().map(|section| section.seq_rm(seq, range, pos_max, transfer)))?;
+        Ok(true)
     }
 
     /// Whether [`Memory::seq_cp`] can be done.
@@ -178,14 +195,28 @@ impl Memory {
         let mut sections = self.sections.iter_mut();
         let copied = sections.try_for_each(|section| section.seq_cp(src, dst, range, transfer));
         if copied.is_err() {
-            // Nothing can be had back of what it held.
-            self.seq_rm(Some(dst), PosRange::ALL);
+            // Nothing can be had back of what it held. What went wrong first is what the caller has to know.
+            if let Err(error) = self.seq_rm(Some(dst), PosRange::ALL, transfer) {
+                log::error!("the rows of a sequence that could not be copied are not zeroed: {error}");
+            }
         }
         copied
     }
 
-    pub fn seq_keep(&mut self, seq: Seq) {
-        self.sections.iter_mut().for_each(|section| section.seq_keep(seq));
+    pub fn seq_keep(&mut self, seq: Seq, transfer: &Transfer) -> Result<()> {
+        if self.dsv4().is_none() {
+            self.sections.iter_mut().for_each(|section| section.seq_keep(seq));
+            return Ok(());
+        }
+        let n_seq_max = self.streams.n_seq_max;
+        let others = (0..n_seq_max.cast_signed()).filter_map(|seq_id| Seq::new(seq_id, n_seq_max));
+        let others: Vec<Seq> = others.filter(|&other| other != seq).collect();
+        all(others.into_iter().map(|other| self.seq_rm(Some(other), PosRange::ALL, transfer).map(drop)))
+    }
+
+    /// The compressed half of a DSV4 memory.
+    pub fn dsv4(&self) -> Option<&Dsv4Cache> {
+        self.sections.iter().find_map(Section::as_dsv4)
     }
 
     pub fn seq_add(&mut self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
@@ -206,6 +237,10 @@ impl Memory {
     ///
     /// An empty half counts as -1, so that a sequence whose recurrent state alone was restored does not look usable.
     pub fn seq_pos_min(&self, seq: Seq) -> Option<Pos> {
+        if self.dsv4().is_some() {
+            // Compressed rows cannot go back within the window.
+            return self.seq_pos_max(seq);
+        }
         let attention = self.position_section().map(|kv| kv.seq_pos_min(seq));
         let recurrent = self.recurrent_caches().map(|recurrent| recurrent.seq_pos(seq));
         attention.into_iter().chain(recurrent).max().flatten()
@@ -227,7 +262,9 @@ impl Memory {
     // State
 
     pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, params: WriteParams) -> Result<()> {
-        self.sections.iter().try_for_each(|section| section.state_write(sink, params))
+        let pos_max = params.scope.seq().and_then(|seq| self.position_section()?.seq_pos_max(seq));
+        self.sections.iter().try_for_each(|section| section.write_header(sink, params.flags))?;
+        self.sections.iter().try_for_each(|section| section.state_write(sink, params, pos_max))
     }
 
     /// Reads, checks and places every section. Changes nothing.
@@ -292,12 +329,13 @@ impl Memory {
     ) -> Result<MemoryPlan<'a>> {
         let mut sections = Vec::with_capacity(self.sections.len());
         let mut n_legacy_skipped = 0;
+        self.sections.iter().try_for_each(|section| section.read_header(&mut source, flags))?;
         for section in &self.sections {
             let mut plan = SectionPlan::Nothing;
             if section.writes(flags) {
-                plan = section.state_plan(&mut source, params, &sections)?;
-            } else if legacy && section.as_kv().is_some() {
-                section.state_skip(&mut source, params)?;
+                plan = section.state_plan(&mut source, flags, params, &sections)?;
+            } else if let Some(kv) = section.as_kv().filter(|_| legacy) {
+                kv.geometry.state_read(&mut source, params)?;
                 n_legacy_skipped += 1;
             }
             sections.push(plan);
@@ -333,19 +371,27 @@ impl Memory {
             self.planned(plan).flat_map(|(section, plan)| section.state_scatter(plan)).collect();
         let scattered = storage::scatter(&mut batch, transfer, progress);
         drop(batch);
-        if !overwrites && scattered.is_ok() {
-            self.planned(plan).for_each(|(section, plan)| section.state_apply(plan));
-        }
-        if overwrites && scattered.is_err() {
-            self.planned(plan).for_each(|(section, plan)| section.state_forget(plan));
-            // What went wrong first is what the caller has to know.
-            let cells: Vec<_> =
-                self.planned(plan).flat_map(|(section, plan)| section.state_cells(plan)).collect();
-            if let Err(error) = storage::zero_cells(cells, transfer) {
-                log::error!("the cells of a state that could not be restored are not zeroed: {error}");
+        let copied = scattered.and_then(|()| {
+            let rest = self.planned(plan).flat_map(|(section, plan)| section.state_rest(plan));
+            storage::zero_cells(rest.collect(), transfer)
+        });
+        if copied.is_ok() {
+            if !overwrites {
+                self.planned(plan).for_each(|(section, plan)| section.state_apply(plan));
             }
+            return Ok(());
         }
-        scattered
+        if overwrites {
+            self.planned(plan).for_each(|(section, plan)| section.state_forget(plan));
+        }
+        // Cells that were free may hold anything.
+        let touched = self.planned(plan).filter(|(section, _)| overwrites || !section.has_cells());
+        let cells = touched.flat_map(|(section, plan)| section.state_cells(plan)).collect();
+        // What went wrong first is what the caller has to know.
+        if let Err(error) = storage::zero_cells(cells, transfer) {
+            log::error!("the cells of a state that could not be restored are not zeroed: {error}");
+        }
+        copied
     }
 
     fn planned<'p>(
@@ -354,6 +400,11 @@ impl Memory {
     ) -> impl Iterator<Item = (&'p mut Section, &'p SectionPlan<'p>)> {
         self.sections.iter_mut().zip(&plan.sections)
     }
+}
+
+/// Does all of them; the first error is told.
+fn all(results: impl Iterator<Item = Result<()>>) -> Result<()> {
+    results.fold(Ok(()), Result::and)
 }
 
 /// What the sections are called in messages.
@@ -380,6 +431,7 @@ fn names(params: &[SectionParams]) -> Vec<String> {
         }
         SectionParams::Recurrent { .. } => "recurrent".to_owned(),
         SectionParams::Shared => SHARED.to_owned(),
+        SectionParams::Dsv4 { .. } => "dsv4".to_owned(),
     };
     params.iter().map(name).collect()
 }

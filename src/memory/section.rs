@@ -1,5 +1,6 @@
 //! The kinds of sections, and the one place where each operation asks them.
 
+use super::dsv4::{Dsv4Cache, Dsv4Memory, Dsv4Params, Dsv4Plan};
 use super::kv_cache::{KvCache, KvMemory};
 use super::kv_read::{KvPlan, ReadParams};
 use super::kv_write::WriteParams;
@@ -31,6 +32,13 @@ pub enum SectionParams {
     /// Layers of a draft that read the cells of the target's cache: the draft's state has nothing of them, and positions and cells
     /// are to be asked of the target.
     Shared,
+    /// The compressed half of a DSV4 memory, behind its raw pair of attention caches.
+    Dsv4 {
+        /// Geometry.
+        dsv4: Dsv4Params,
+        /// Where K and states are.
+        memory: Dsv4Memory,
+    },
 }
 
 /// What kind a section is of.
@@ -43,6 +51,8 @@ pub enum SectionKind {
     Recurrent,
     /// [`SectionParams::Shared`]: writes nothing, restores nothing.
     Shared,
+    /// [`SectionParams::Dsv4`].
+    Dsv4,
 }
 
 impl From<KvParams> for SectionParams {
@@ -66,6 +76,7 @@ pub(crate) enum Section {
     Kv(KvCache),
     Recurrent(RecurrentCache),
     Shared,
+    Dsv4(Dsv4Cache),
 }
 
 /// What a commit will do to a section.
@@ -75,6 +86,7 @@ pub(super) enum SectionPlan<'a> {
     Nothing,
     Kv(KvPlan<'a>),
     Recurrent(RecurrentPlan<'a>),
+    Dsv4(Dsv4Plan<'a>),
 }
 
 impl Section {
@@ -85,6 +97,7 @@ impl Section {
                 Self::Recurrent(RecurrentCache::new(name, &recurrent, memory, streams.n_seq_max)?)
             }
             SectionParams::Shared => Self::Shared,
+            SectionParams::Dsv4 { dsv4, memory } => Self::Dsv4(Dsv4Cache::new(name, dsv4, memory, streams)?),
         })
     }
 
@@ -93,6 +106,7 @@ impl Section {
             Self::Kv(kv) => &kv.geometry.name,
             Self::Recurrent(recurrent) => &recurrent.geometry.name,
             Self::Shared => SHARED,
+            Self::Dsv4(dsv4) => &dsv4.geometry.name,
         }
     }
 
@@ -101,27 +115,35 @@ impl Section {
             Self::Kv(_) => SectionKind::Kv,
             Self::Recurrent(_) => SectionKind::Recurrent,
             Self::Shared => SectionKind::Shared,
+            Self::Dsv4(_) => SectionKind::Dsv4,
         }
     }
 
     pub fn as_kv(&self) -> Option<&KvCache> {
         match self {
             Self::Kv(kv) => Some(kv),
-            Self::Recurrent(_) | Self::Shared => None,
+            _ => None,
         }
     }
 
     pub fn as_kv_mut(&mut self) -> Option<&mut KvCache> {
         match self {
             Self::Kv(kv) => Some(kv),
-            Self::Recurrent(_) | Self::Shared => None,
+            _ => None,
         }
     }
 
     pub fn as_recurrent(&self) -> Option<&RecurrentCache> {
         match self {
             Self::Recurrent(recurrent) => Some(recurrent),
-            Self::Kv(_) | Self::Shared => None,
+            _ => None,
+        }
+    }
+
+    pub fn as_dsv4(&self) -> Option<&Dsv4Cache> {
+        match self {
+            Self::Dsv4(dsv4) => Some(dsv4),
+            _ => None,
         }
     }
 
@@ -131,42 +153,51 @@ impl Section {
             Self::Kv(kv) => Box::new(kv.planes()),
             Self::Recurrent(recurrent) => Box::new(recurrent.planes()),
             Self::Shared => Box::new(std::iter::empty()),
+            Self::Dsv4(dsv4) => Box::new(dsv4.planes()),
         }
     }
 
-    // Sequences
+    // Sequences. `pos_max` is the last position that attention knows of the sequence.
 
-    /// Nothing is held any more.
-    pub fn forget(&mut self) {
+    /// Nothing is held any more. What no cell guards is zeroed with `data` or without.
+    pub fn clear(&mut self, data: bool, transfer: &Transfer) -> Result<()> {
         match self {
             Self::Kv(kv) => kv.forget(),
             Self::Recurrent(recurrent) => recurrent.forget(),
-            Self::Shared => {}
+            Self::Shared | Self::Dsv4(_) => {}
         }
-    }
-
-    pub fn zero_all(&mut self, transfer: &Transfer) -> Result<()> {
         match self {
-            Self::Kv(kv) => kv.zero_all(transfer),
-            Self::Recurrent(recurrent) => recurrent.zero_all(transfer),
-            Self::Shared => Ok(()),
+            Self::Kv(kv) if data => kv.zero_all(transfer),
+            Self::Recurrent(recurrent) if data => recurrent.zero_all(transfer),
+            Self::Dsv4(dsv4) => dsv4.zero_all(transfer),
+            Self::Kv(_) | Self::Recurrent(_) | Self::Shared => Ok(()),
         }
     }
 
     /// Whether [`Section::seq_rm`] can remove just that.
-    pub fn can_seq_rm(&self, seq: Option<Seq>, range: PosRange) -> bool {
+    pub fn can_seq_rm(&self, seq: Option<Seq>, range: PosRange, pos_max: Option<Pos>) -> bool {
         match self {
             Self::Kv(_) | Self::Shared => true,
             Self::Recurrent(recurrent) => recurrent.can_seq_rm(seq, range),
+            Self::Dsv4(dsv4) => dsv4.can_seq_rm(seq, range, pos_max),
         }
     }
 
-    pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange) {
+    /// If it fails, rows that are not used any more may not be zero.
+    pub fn seq_rm(
+        &mut self,
+        seq: Option<Seq>,
+        range: PosRange,
+        pos_max: Option<Pos>,
+        transfer: &Transfer,
+    ) -> Result<()> {
         match self {
             Self::Kv(kv) => kv.seq_rm(seq, range),
             Self::Recurrent(recurrent) => recurrent.seq_rm(seq, range),
             Self::Shared => {}
+            Self::Dsv4(dsv4) => return dsv4.seq_rm(seq, range, pos_max, transfer),
         }
+        Ok(())
     }
 
     /// Whether [`Section::seq_cp`] can be done.
@@ -174,6 +205,7 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.check_seq_cp(src, dst, range),
             Self::Recurrent(_) | Self::Shared => Ok(()),
+            Self::Dsv4(_) => Dsv4Cache::check_seq_cp(range),
         }
     }
 
@@ -185,14 +217,16 @@ impl Section {
                 Ok(())
             }
             Self::Shared => Ok(()),
+            Self::Dsv4(dsv4) => dsv4.seq_cp(src, dst, transfer),
         }
     }
 
+    /// In a DSV4 memory, the others are removed instead.
     pub fn seq_keep(&mut self, seq: Seq) {
         match self {
             Self::Kv(kv) => kv.seq_keep(seq),
             Self::Recurrent(recurrent) => recurrent.seq_keep(seq),
-            Self::Shared => {}
+            Self::Shared | Self::Dsv4(_) => {}
         }
     }
 
@@ -201,30 +235,27 @@ impl Section {
         match self {
             Self::Kv(kv) => kv.check_seq_add(seq, range, delta),
             Self::Recurrent(recurrent) => recurrent.check_seq_add(seq, range, delta),
-            Self::Shared => Ok(()),
+            Self::Shared | Self::Dsv4(_) => Ok(()),
         }
     }
 
+    /// A DSV4 memory cannot be shifted, so it is not asked.
     pub fn seq_add(&mut self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
         match self {
-            Self::Kv(kv) => kv.seq_add(seq, range, delta),
-            Self::Recurrent(recurrent) => {
-                recurrent.seq_add(seq, range, delta);
-                Ok(())
-            }
-            Self::Shared => Ok(()),
+            Self::Kv(kv) => kv.seq_add(seq, range, delta)?,
+            Self::Recurrent(recurrent) => recurrent.seq_add(seq, range, delta),
+            Self::Shared | Self::Dsv4(_) => {}
         }
+        Ok(())
     }
 
     pub fn seq_div(&mut self, seq: Seq, range: PosRange, d: i32) -> Result<()> {
         match self {
-            Self::Kv(kv) => kv.seq_div(seq, range, d),
-            Self::Recurrent(recurrent) => {
-                recurrent.seq_div(seq, range, d);
-                Ok(())
-            }
-            Self::Shared => Ok(()),
+            Self::Kv(kv) => kv.seq_div(seq, range, d)?,
+            Self::Recurrent(recurrent) => recurrent.seq_div(seq, range, d),
+            Self::Shared | Self::Dsv4(_) => {}
         }
+        Ok(())
     }
 
     // States
@@ -233,16 +264,39 @@ impl Section {
     pub fn writes(&self, flags: StateFlags) -> bool {
         match self {
             Self::Kv(kv) => kv.geometry.writes(flags),
-            Self::Recurrent(_) => true,
+            Self::Recurrent(_) | Self::Dsv4(_) => true,
             Self::Shared => false,
         }
     }
 
-    pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, params: WriteParams) -> Result<()> {
+    /// Writes what comes before all sections.
+    pub fn write_header<'a>(&self, sink: &mut impl Sink<'a>, flags: StateFlags) -> Result<()> {
+        match self {
+            Self::Dsv4(_) => Dsv4Cache::write_header(sink, flags),
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks what comes before all sections.
+    pub fn read_header(&self, source: &mut Source<'_>, flags: StateFlags) -> Result<()> {
+        match self {
+            Self::Dsv4(_) => Dsv4Cache::read_header(source, flags),
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes the section.
+    pub fn state_write<'a>(
+        &'a self,
+        sink: &mut impl Sink<'a>,
+        params: WriteParams,
+        pos_max: Option<Pos>,
+    ) -> Result<()> {
         match self {
             Self::Kv(kv) => kv.state_write(sink, params),
             Self::Recurrent(recurrent) => recurrent.state_write(sink, params.scope),
             Self::Shared => Ok(()),
+            Self::Dsv4(dsv4) => dsv4.state_write(sink, params.scope, params.flags, pos_max),
         }
     }
 
@@ -250,6 +304,7 @@ impl Section {
     pub(super) fn state_plan<'a>(
         &self,
         source: &mut Source<'a>,
+        flags: StateFlags,
         params: ReadParams,
         before: &[SectionPlan<'_>],
     ) -> Result<SectionPlan<'a>> {
@@ -267,16 +322,8 @@ impl Section {
                 SectionPlan::Recurrent(recurrent.state_place(read, params.scope)?)
             }
             Self::Shared => SectionPlan::Nothing,
+            Self::Dsv4(dsv4) => SectionPlan::Dsv4(dsv4.geometry.state_plan(source, params.scope, flags)?),
         })
-    }
-
-    /// Reads and checks bytes that the state should not have, and drops them.
-    pub(super) fn state_skip(&self, source: &mut Source<'_>, params: ReadParams) -> Result<()> {
-        match self {
-            Self::Kv(kv) => kv.geometry.state_read(source, params).map(drop),
-            Self::Recurrent(recurrent) => recurrent.geometry.state_read(source, params.scope).map(drop),
-            Self::Shared => Ok(()),
-        }
     }
 
     /// Whether the commit takes cells that hold something, the destination's own included.
@@ -284,6 +331,7 @@ impl Section {
         match (self, plan) {
             (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_overwrites(plan),
             (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_overwrites(plan),
+            (Self::Dsv4(dsv4), SectionPlan::Dsv4(plan)) => dsv4.state_overwrites(plan),
             _ => false,
         }
     }
@@ -293,6 +341,7 @@ impl Section {
         match (self, plan) {
             (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_apply(plan),
             (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_apply(plan),
+            (Self::Dsv4(dsv4), SectionPlan::Dsv4(plan)) => dsv4.state_apply(plan),
             _ => {}
         }
     }
@@ -302,6 +351,7 @@ impl Section {
         match (self, plan) {
             (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_forget(plan),
             (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_forget(plan),
+            (Self::Dsv4(dsv4), SectionPlan::Dsv4(plan)) => dsv4.state_forget(plan),
             _ => {}
         }
     }
@@ -311,6 +361,7 @@ impl Section {
         match (self, plan) {
             (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_scatter(plan),
             (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_scatter(plan),
+            (Self::Dsv4(dsv4), SectionPlan::Dsv4(plan)) => dsv4.state_scatter(plan),
             _ => Vec::new(),
         }
     }
@@ -323,7 +374,24 @@ impl Section {
         match (self, plan) {
             (Self::Kv(kv), SectionPlan::Kv(plan)) => kv.state_cells(plan),
             (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_cells(plan),
+            (Self::Dsv4(dsv4), SectionPlan::Dsv4(plan)) => dsv4.state_cells(plan),
             _ => Vec::new(),
         }
+    }
+
+    /// What the destination has held beside the state's cells, where no cell says what is used.
+    pub(super) fn state_rest<'p>(
+        &'p mut self,
+        plan: &'p SectionPlan<'_>,
+    ) -> Vec<(&'p mut Plane, &'p CellMap)> {
+        match (self, plan) {
+            (Self::Dsv4(dsv4), SectionPlan::Dsv4(plan)) => dsv4.state_rest(plan),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether a cell says which of the planes' bytes are used.
+    pub(super) fn has_cells(&self) -> bool {
+        !matches!(self, Self::Dsv4(_))
     }
 }

@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 
 use kvstate::format::GgmlType;
 use kvstate::memory::{
-    KvParams, LayerParams, LegacyRotation, RecurrentLayerParams, RecurrentParams, SectionParams, TensorParams,
+    Dsv4CompressorParams, Dsv4Memory, Dsv4Params, KvParams, LayerParams, LegacyRotation,
+    RecurrentLayerParams, RecurrentParams, SectionParams, TensorParams,
 };
 use kvstate::types::{Pos, SeqId, StateFlags, Swa, SwaType, Token};
 use kvstate::{Context, ContextParams};
@@ -53,6 +54,7 @@ pub struct Restore {
 #[derive(Clone, Debug, Deserialize)]
 pub struct Section {
     pub kind: String,
+    #[serde(default)]
     pub name: String,
     #[serde(default)]
     pub cell_ext: bool,
@@ -72,6 +74,15 @@ pub struct Section {
     s_layer_type_rowbytes: Vec<(usize, i32, u64)>,
     /// Layer and bytes of a row.
     p_layer_rowbytes: Option<(usize, u64)>,
+    /// Of DSV4: number of the layer, and its tensors.
+    #[serde(default)]
+    layers: Vec<Vec<serde_json::Value>>,
+    #[serde(default)]
+    ratio: u32,
+    #[serde(default)]
+    state_size: u32,
+    #[serde(default)]
+    n_embd_state: u32,
     v_trans: Option<u32>,
     n_rot_k: Option<u32>,
     n_rot_v: Option<u32>,
@@ -93,6 +104,10 @@ impl Section {
     pub fn cell_bytes(&self) -> u64 {
         let tensors = self.k_type_rowbytes.iter().chain(&self.v_type_rowbytes).flatten();
         tensors.map(|&(_, row_size)| row_size).sum()
+    }
+
+    fn is_of_dsv4(&self) -> bool {
+        self.kind.starts_with("dsv4_")
     }
 
     /// The geometry of a recurrent section.
@@ -190,7 +205,7 @@ pub fn whole_contexts(suffix: &str) -> Vec<(PathBuf, Fixture)> {
 /// Those that are made of attention caches.
 const ATTENTION: [&str; 4] =
     ["llama_kv_cache", "llama_kv_cache_iswa", "llama_kv_cache_dsa", "llama_kv_cache_msa"];
-const MEMORIES: [&str; 8] = [
+const MEMORIES: [&str; 9] = [
     ATTENTION[0],
     ATTENTION[1],
     ATTENTION[2],
@@ -199,6 +214,7 @@ const MEMORIES: [&str; 8] = [
     "llama_memory_hybrid",
     "llama_memory_hybrid_iswa",
     "llama_memory_hybrid_idx",
+    "llama_kv_cache_dsv4",
 ];
 
 impl Fixture {
@@ -311,7 +327,40 @@ impl Fixture {
                 section.recurrent().into()
             }
         };
-        self.cache.iter().map(section).collect()
+        let sections = self.cache.iter().filter(|section| !section.is_of_dsv4()).map(section);
+        sections.chain(self.dsv4(kv_size)).collect()
+    }
+
+    pub fn is_dsv4(&self) -> bool {
+        self.sidecar.memory == "llama_kv_cache_dsv4"
+    }
+
+    /// The compressed half of a DSV4 memory.
+    fn dsv4(&self, kv_size: u32) -> Option<SectionParams> {
+        let of = |kind: &str, name: &str| {
+            self.cache.iter().find(|section| section.kind == kind && section.name == name)
+        };
+        let compressor = |name: &str| {
+            let (k, state) = (of("dsv4_k_cache", name)?, of("dsv4_compressor", name)?);
+            let number = |value: &serde_json::Value| value.as_u64().expect("a number");
+            let layer = &k.layers[0][1];
+            let ggml_type = i32::try_from(number(&layer["type"])).unwrap();
+            Some(Dsv4CompressorParams {
+                ratio: state.ratio,
+                kv_size: kv_size.div_ceil(state.ratio),
+                layers: k.layers.iter().map(|layer| u32::try_from(number(&layer[0])).unwrap()).collect(),
+                k: tensor(ggml_type, number(&layer["rowbytes"])),
+                state_size: state.state_size,
+                n_embd_state: state.n_embd_state,
+            })
+        };
+        let dsv4 = Dsv4Params {
+            csa: compressor("csa")?,
+            hca: compressor("hca")?,
+            lid: compressor("lid")?,
+            n_rs_seq: 0,
+        };
+        Some(SectionParams::Dsv4 { dsv4, memory: Dsv4Memory::Host })
     }
 
     /// The sections that a partial state holds.
@@ -382,7 +431,8 @@ impl Fixture {
     /// A context of the state's sections with other sequences and sizes.
     pub fn params_with(&self, n_seq_max: u32, unified: bool, kv_size: u32) -> ContextParams {
         let mut params = ContextParams::new(n_seq_max, self.sections_with(kv_size, |_| ()));
-        params.unified = unified;
+        // DSV4 has one stream for each sequence.
+        params.unified = unified && !self.is_dsv4();
         params.arch.clone_from(&self.sidecar.arch);
         params.legacy_rotation = self.rotation();
         params

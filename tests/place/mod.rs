@@ -22,8 +22,8 @@ use std::sync::{Arc, OnceLock};
 use cudarc::driver::sys;
 use kvstate::error::Result;
 use kvstate::memory::{
-    KvMemory, KvParams, KvPlanes, RecurrentLayerParams, RecurrentMemory, RecurrentParams, RecurrentPlanes,
-    SectionParams, TensorParams,
+    Dsv4Memory, KvMemory, KvParams, KvPlanes, RecurrentLayerParams, RecurrentMemory, RecurrentParams,
+    RecurrentPlanes, SectionParams, TensorParams,
 };
 use kvstate::storage::{Device, Plane, PlaneShape, StagingParams, alloc_pinned, free_pinned};
 use kvstate::{Context, ContextParams};
@@ -127,6 +127,11 @@ pub fn placed(params: ContextParams) -> ContextParams {
         SectionParams::Recurrent { recurrent, memory: RecurrentMemory::Host } => {
             let memory = recurrent_memory(&recurrent, params.n_seq_max);
             SectionParams::Recurrent { recurrent, memory }
+        }
+        SectionParams::Dsv4 { dsv4, memory: Dsv4Memory::Host } => {
+            let n_layer = [&dsv4.csa, &dsv4.hca, &dsv4.lid].into_iter().flat_map(|of| &of.layers).max();
+            let devices = (0..=n_layer.map_or(0, |&il| il as usize)).map(|il| place().device(il));
+            SectionParams::Dsv4 { dsv4, memory: Dsv4Memory::Devices(devices.collect()) }
         }
         section => section,
     });

@@ -9,7 +9,7 @@ use crate::cells::SeqSet;
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
 use crate::memory::geometry::mismatch;
-use crate::memory::kv_write::Scope;
+use crate::memory::kv_write::{Scope, count};
 use crate::state::{Input, Sink, Source};
 use crate::storage::{CellMap, Plane, Region, Scatter, TensorBytes};
 use crate::types::{Pos, Seq};
@@ -231,8 +231,4 @@ impl RecurrentGeometry {
     fn no_space(&self, need: u32, free: u32) -> Error {
         Error::NoSpace { need: need.into(), free: free.into(), kv_size: self.n_seq_max, place: self.place() }
     }
-}
-
-fn count(n: usize) -> Result<u32> {
-    u32::try_from(n).map_err(|_| Error::arg("count", format!("{n} does not fit the format's 32 bits")))
 }
