@@ -13,7 +13,7 @@ use kvstate::memory::{RecurrentLayerParams, RecurrentParams, RecurrentSlot, Recu
 use kvstate::storage::Plane;
 use kvstate::types::{CellExt, Pos, SeqId};
 
-use crate::place;
+use crate::support::place;
 
 /// Layers with R, S and P, without a state, with R and an S without elements, with S alone.
 pub fn params(n_rs_seq: u32) -> RecurrentParams {
