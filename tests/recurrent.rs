@@ -97,6 +97,20 @@ fn a_state_without_rollback_planes_is_not_cut() {
 }
 
 #[test]
+fn what_can_be_removed_is_known_before() {
+    let mut ctx = hybrid(2, 2);
+    decode(&mut ctx, 2, 0, 0..10);
+    for (seq, p0, p1) in [(0, 8, -1), (0, 7, -1), (0, 0, 4), (0, -1, -1), (-1, 3, -1)] {
+        let can = ctx.can_seq_rm(seq, p0, p1).expect("a sequence");
+        assert_eq!(positions(&ctx, 0), (9, 9));
+        let mut same = hybrid(2, 2);
+        decode(&mut same, 2, 0, 0..10);
+        assert_eq!(same.seq_rm(seq, p0, p1).expect("a sequence"), can, "{seq} [{p0}, {p1})");
+    }
+    assert!(ctx.can_seq_rm(5, 0, -1).is_err());
+}
+
+#[test]
 fn a_section_without_states_is_cut_anywhere() {
     let mut ctx = of(
         2,

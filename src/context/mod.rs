@@ -331,6 +331,15 @@ impl Context {
         self.memory.seq_rm(seq, PosRange::new(p0, p1), &self.transfer)
     }
 
+    /// Whether [`Context::seq_rm`] would remove just that.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn can_seq_rm(&self, seq_id: SeqId, p0: Pos, p1: Pos) -> Result<bool> {
+        let seq = if seq_id < 0 { None } else { Some(self.seq(seq_id)?) };
+        Ok(self.memory.can_seq_rm(seq, PosRange::new(p0, p1)))
+    }
+
     /// Gives the cells of `src` in `[p0, p1)` to `dst` as well, and in recurrent sections its state, whatever the range. Between streams, where nothing can be shared,
     /// the sequence is copied at once and replaces `dst`; the range must hold all of it.
     ///

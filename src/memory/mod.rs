@@ -10,6 +10,7 @@ mod kv_read;
 mod kv_view;
 mod kv_write;
 mod planes;
+mod presets;
 mod recurrent;
 mod rope;
 mod section;
@@ -174,13 +175,24 @@ impl Memory {
         all(self.sections.iter_mut().map(|section| section.clear(data, transfer)))
     }
 
+    /// The last position of a sequence in attention.
+    fn raw_pos_max(&self, seq: Option<Seq>) -> Option<Pos> {
+        self.position_section()?.seq_pos_max(seq?)
+    }
+
+    /// Whether every section can remove just that.
+    pub fn can_seq_rm(&self, seq: Option<Seq>, range: PosRange) -> bool {
+        let pos_max = self.raw_pos_max(seq);
+        self.sections.iter().all(|section| section.can_seq_rm(seq, range, pos_max))
+    }
+
     /// False, and nothing has changed, if a section cannot remove just that. If it fails, it is removed, and rows that are not used
     /// any more may not be zero.
     pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange, transfer: &Transfer) -> Result<bool> {
-        let pos_max = seq.and_then(|seq| self.position_section()?.seq_pos_max(seq));
-        if !self.sections.iter().all(|section| section.can_seq_rm(seq, range, pos_max)) {
+        if !self.can_seq_rm(seq, range) {
             return Ok(false);
         }
+        let pos_max = self.raw_pos_max(seq);
         all(self.sections.iter_mut().map(|section| section.seq_rm(seq, range, pos_max, transfer)))?;
         Ok(true)
     }
@@ -262,7 +274,7 @@ impl Memory {
     // State
 
     pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, params: WriteParams) -> Result<()> {
-        let pos_max = params.scope.seq().and_then(|seq| self.position_section()?.seq_pos_max(seq));
+        let pos_max = self.raw_pos_max(params.scope.seq());
         self.sections.iter().try_for_each(|section| section.write_header(sink, params.flags))?;
         self.sections.iter().try_for_each(|section| section.state_write(sink, params, pos_max))
     }

@@ -41,6 +41,12 @@ pub enum SectionParams {
     },
 }
 
+impl From<Dsv4Params> for SectionParams {
+    fn from(dsv4: Dsv4Params) -> Self {
+        Self::Dsv4 { dsv4, memory: Dsv4Memory::Host }
+    }
+}
+
 /// What kind a section is of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]

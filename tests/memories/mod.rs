@@ -5,8 +5,8 @@
 use kvstate::context::UbatchToken;
 use kvstate::format::GgmlType;
 use kvstate::memory::{
-    Dsv4Compressor, Dsv4CompressorParams, Dsv4Memory, Dsv4Params, Dsv4Tensor, KvParams, RecurrentTensor,
-    SectionKind, SectionParams,
+    Dsv4Compressor, Dsv4CompressorParams, Dsv4Params, Dsv4Tensor, KvParams, RecurrentTensor, SectionKind,
+    SectionParams,
 };
 use kvstate::storage::Plane;
 use kvstate::types::{CellExt, Pos, SeqId};
@@ -32,11 +32,11 @@ fn k_only(kv: KvParams) -> KvParams {
     kv
 }
 
-fn indexer(source: usize) -> KvParams {
-    KvParams { mirrors: Some(source), ..k_only(kv(24)) }
+fn without_layers() -> KvParams {
+    KvParams { layers: Vec::new(), ..kv(24) }
 }
 
-fn dsv4() -> SectionParams {
+fn compressed() -> Dsv4Params {
     let compressor = |ratio, layers: &[u32]| Dsv4CompressorParams {
         ratio,
         kv_size: 24 / ratio,
@@ -45,38 +45,31 @@ fn dsv4() -> SectionParams {
         state_size: ratio,
         n_embd_state: 2,
     };
-    let dsv4 = Dsv4Params {
-        csa: compressor(4, &[1]),
-        hca: compressor(8, &[2]),
-        lid: compressor(4, &[1]),
-        n_rs_seq: 1,
-    };
-    SectionParams::Dsv4 { dsv4, memory: Dsv4Memory::Host }
+    Dsv4Params { csa: compressor(4, &[1]), hca: compressor(8, &[2]), lid: compressor(4, &[1]), n_rs_seq: 1 }
 }
 
-pub const KINDS: [Kind; 6] = [
+pub const KINDS: [Kind; 8] = [
     Kind { name: "recurrent", sections: || vec![recurrence::params(2).into()] },
-    Kind { name: "hybrid", sections: || vec![k_only(kv(24)).into(), recurrence::params(2).into()] },
+    Kind { name: "hybrid", sections: || SectionParams::hybrid(k_only(kv(24)), recurrence::params(2)) },
     Kind {
         name: "hybrid iSWA",
         sections: || {
-            let base = KvParams { layers: Vec::new(), ..kv(24) };
-            vec![base.into(), k_only(standard(24, 3)).into(), recurrence::params(2).into()]
+            SectionParams::hybrid_iswa(without_layers(), k_only(standard(24, 3)), recurrence::params(2))
         },
     },
     Kind {
         name: "hybrid with indexer",
-        sections: || vec![k_only(kv(24)).into(), recurrence::params(2).into(), indexer(0).into()],
+        sections: || SectionParams::hybrid_indexed(kv(24), recurrence::params(2), k_only(kv(24))),
     },
+    Kind { name: "DSA", sections: || SectionParams::dsa(kv(24), k_only(kv(24))) },
     Kind {
         name: "DSA iSWA",
-        sections: || vec![k_only(kv(24)).into(), indexer(0).into(), k_only(standard(24, 3)).into()],
+        sections: || SectionParams::dsa_iswa(k_only(kv(24)), k_only(kv(24)), k_only(standard(24, 3))),
     },
+    Kind { name: "MSA", sections: || SectionParams::msa(standard(24, 3), standard(24, 3)) },
     Kind {
         name: "DSV4",
-        sections: || {
-            vec![KvParams { layers: Vec::new(), ..kv(24) }.into(), k_only(standard(24, 3)).into(), dsv4()]
-        },
+        sections: || SectionParams::dsv4(without_layers(), k_only(standard(24, 3)), compressed()),
     },
 ];
 
