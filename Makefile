@@ -44,7 +44,7 @@ bench:
 bench-quick:
 	cargo bench --quiet --bench table -- --quick
 
-# A cache on device 0 beside plain copies of the driver: docs/gpu-check.md.
+# A cache on device 0 beside plain copies of the driver: docs/gpu.md.
 bench-device:
 	cargo bench --bench device
 

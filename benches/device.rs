@@ -110,7 +110,7 @@ impl Gpu {
 
     fn stream(&self) -> CallerStream {
         // SAFETY: it stays until the process ends.
-        unsafe { CallerStream::new(0, self.stream.cast()) }
+        unsafe { CallerStream::new(0, self.stream.cast()) }.expect("a stream of device 0")
     }
 }
 

@@ -9,7 +9,7 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-// Elements that go from one grid to another. The host's twin is `Move` in src/storage/cuda/kernels.rs. Sizes and strides in bytes.
+// Elements that go from one grid to another. The host's twin is `Move` in src/storage/cuda/moves.rs. Sizes and strides in bytes.
 struct KvMove {
     u64 src;                 // address of channel 0 of cell 0
     u64 dst;                 // address of channel 0 of cell 0
@@ -68,19 +68,29 @@ static __device__ __forceinline__ void zero_row(u8 * dst, u32 n, u32 lane, u32 n
     }
 }
 
-// Any elements, a warp for each.
-// moves: [gridDim.y]. grid: x = elements, any number of blocks; y = moves. block: a multiple of 32.
-extern "C" __global__ void kv_move_rows(const KvMove * moves) {
-    const KvMove m = moves[blockIdx.y];
+// Calls each(channel, i) for the elements that are this warp's, those of all blocks a warp each.
+template <typename F>
+static __device__ __forceinline__ void by_warp(const KvMove & m, F each) {
     const u64 n_row = (u64) m.n_cells * m.n_channel;
     const u32 n_warp = blockDim.x / 32;
     for (u64 row = (u64) blockIdx.x * n_warp + threadIdx.x / 32; row < n_row; row += (u64) gridDim.x * n_warp) {
         const u64 channel = m.n_channel == 1 ? 0 : row / m.n_cells;
-        const u32 i = (u32) (row - channel * m.n_cells);
-        const u8 * src = (const u8 *) m.src + channel * m.src_channel_stride + cell_of(m.src_cells, i) * m.src_cell_stride;
-        u8       * dst = (u8 *)       m.dst + channel * m.dst_channel_stride + cell_of(m.dst_cells, i) * m.dst_cell_stride;
-        copy_row(dst, src, m.elem_size, threadIdx.x % 32, 32);
+        each(channel, (u32) (row - channel * m.n_cells));
     }
+}
+
+static __device__ __forceinline__ u8 * dst_of(const KvMove & m, u64 channel, u32 i) {
+    return (u8 *) m.dst + channel * m.dst_channel_stride + cell_of(m.dst_cells, i) * m.dst_cell_stride;
+}
+
+// Any elements, a warp for each.
+// moves: [gridDim.y]. grid: x = elements, any number of blocks; y = moves. block: a multiple of 32.
+extern "C" __global__ void kv_move_rows(const KvMove * moves) {
+    const KvMove m = moves[blockIdx.y];
+    by_warp(m, [&](u64 channel, u32 i) {
+        const u8 * src = (const u8 *) m.src + channel * m.src_channel_stride + cell_of(m.src_cells, i) * m.src_cell_stride;
+        copy_row(dst_of(m, channel, i), src, m.elem_size, threadIdx.x % 32, 32);
+    });
 }
 
 // Elements of one word T, a thread for each; addresses and strides are multiples of its size.
@@ -106,12 +116,5 @@ extern "C" __global__ void kv_move_8(const KvMove * moves) { move_elements<u64>(
 // moves: [gridDim.y]. grid: x = elements, any number of blocks; y = moves. block: a multiple of 32.
 extern "C" __global__ void kv_zero(const KvMove * moves) {
     const KvMove m = moves[blockIdx.y];
-    const u64 n_row = (u64) m.n_cells * m.n_channel;
-    const u32 n_warp = blockDim.x / 32;
-    for (u64 row = (u64) blockIdx.x * n_warp + threadIdx.x / 32; row < n_row; row += (u64) gridDim.x * n_warp) {
-        const u64 channel = m.n_channel == 1 ? 0 : row / m.n_cells;
-        const u32 i = (u32) (row - channel * m.n_cells);
-        u8 * dst = (u8 *) m.dst + channel * m.dst_channel_stride + cell_of(m.dst_cells, i) * m.dst_cell_stride;
-        zero_row(dst, m.elem_size, threadIdx.x % 32, 32);
-    }
+    by_warp(m, [&](u64 channel, u32 i) { zero_row(dst_of(m, channel, i), m.elem_size, threadIdx.x % 32, 32); });
 }

@@ -155,7 +155,7 @@ typedef struct kvs_rope_params {
     uint32_t rope_type;
     // Elements of a head of K.
     uint32_t n_embd_head;
-    // Elements of a head that are turned; 0: all.
+    // Elements of a head that are turned; 0: all behind n_embd_nope.
     uint32_t n_rope_dims;
     // Elements of a head before those that are turned (MLA caches that begin with the latent part).
     uint32_t n_embd_nope;
@@ -203,7 +203,7 @@ typedef struct kvs_kv_layer_params {
     // Bytes from one stream of V to the next; 0: all of one stream's V.
     uint64_t v_stream_stride;
     // KVS_DEVICE_HOST (by default), or the number of a CUDA device, whose memory kvstate allocates. Adopted memory: any number
-    // of a device says that k and v are addresses of a device, and the driver says which.
+    // of a device says that k and v are addresses of devices; the driver says of which, and they may be of two.
     int32_t device;
     // 0.
     uint32_t reserved;
@@ -297,9 +297,12 @@ typedef struct kvs_context_params {
     uint32_t unsynced_files;
     // Pinned staging buffers between host and CUDA devices, at least 2; 0 (by default): 4.
     uint32_t n_staging;
-    // Bytes of a staging buffer; 0 (by default): 32 MiB, or less where the cache on devices is smaller. There are 2
-    // more of them on each device. They are allocated when the first state is moved, smaller if memory is short, and
-    // freed with the context.
+    // Bytes of a staging buffer; 0 (by default): 32 MiB. No more than the cache has on devices is allocated, and no less than
+    // a transposed channel or a row needs. There are 2 more buffers on each device.
+    //
+    // They are allocated when the first state is moved, smaller if memory is short. Jobs that run side by side have a
+    // set each. Two sets for each device are kept for what comes next, until the context and its last snapshot and job are
+    // freed.
     uint64_t staging_size;
 } kvs_context_params;
 
@@ -403,7 +406,8 @@ typedef struct kvs_transfer_params {
     void *progress_user_data;
 } kvs_transfer_params;
 
-// Bytes of memory that a context has taken. Adopted memory is not counted.
+// Bytes of memory that a context has taken. Adopted memory is not counted, and neither are snapshots, which belong to nobody:
+// kvs_snapshot_size and kvs_snapshot_device_size tell of them.
 typedef struct kvs_memory_usage {
     // sizeof(kvs_memory_usage), set by the init call.
     size_t struct_size;
@@ -748,6 +752,11 @@ bool kvs_state_save_file(struct kvs_context *ctx,
 // kvs_state_seq_get_size_ext with KVS_STATE_SEQ_FLAGS_NONE. Const.
 size_t kvs_state_seq_get_size(struct kvs_context *ctx, kvs_seq_id seq_id);
 
+// Frees the tensors of the sequence's live state that was taken with KVS_STATE_SEQ_FLAGS_ON_DEVICE, if there is one: its blob
+// can no longer be restored.
+kvs_status kvs_state_seq_drop_on_device(struct kvs_context *ctx,
+                                        kvs_seq_id seq_id);
+
 // kvs_state_seq_get_data_ext with KVS_STATE_SEQ_FLAGS_NONE.
 size_t kvs_state_seq_get_data(struct kvs_context *ctx, uint8_t *dst, size_t size, kvs_seq_id seq_id);
 
@@ -919,7 +928,8 @@ int32_t kvs_device_of(const void *ptr);
 // caller's work on a device runs. From now on calls that read or write K or V there run behind what is queued on
 // it, and what is queued on it later runs behind them; calls that give bytes to the host, or take them from there, wait for
 // the device too. It stays alive until another one is named, kvs_stream_clear is called, or the context is freed. A stream
-// that is being captured into a graph makes those calls fail, with nothing changed.
+// that is being captured into a graph makes those calls fail, with nothing changed. KVS_STATUS_INVALID_ARGUMENT for a stream
+// of another device or context.
 //
 // Without one, the caller's work on the device has to be done before a call, and every call waits for its own.
 kvs_status kvs_stream_set(struct kvs_context *ctx,
@@ -930,7 +940,8 @@ kvs_status kvs_stream_set(struct kvs_context *ctx,
 kvs_status kvs_stream_clear(struct kvs_context *ctx, int32_t device);
 
 // Allocates size bytes of pinned host memory, zeroed. States of devices, whichever, go into it and come from it without
-// another copy on the host, several times as fast. device: any that is in use. Free it with kvs_pinned_free.
+// another copy on the host, several times as fast. device: the one in whose context it is allocated; every device reaches
+// it. Free it with kvs_pinned_free.
 kvs_status kvs_pinned_alloc(int32_t device,
                             size_t size,
                             void **ptr_out);
@@ -939,6 +950,7 @@ kvs_status kvs_pinned_alloc(int32_t device,
 kvs_status kvs_pinned_free(void *ptr);
 
 // Pins size bytes of the caller's own memory at ptr, as kvs_pinned_alloc allocates them, until kvs_host_unregister.
+// KVS_STATUS_INVALID_ARGUMENT if some of them are pinned already.
 kvs_status kvs_host_register(int32_t device,
                              void *ptr,
                              size_t size);
@@ -1034,8 +1046,9 @@ kvs_status kvs_job_progress(const struct kvs_job *job, uint64_t *done_out, uint6
 // job has written to dst is no state; a file that was there is untouched. Const.
 kvs_status kvs_job_cancel(const struct kvs_job *job);
 
-// Waits for the job's end; *size_out is then what the blocking call would have returned. Fails with the reason of the save.
-// A job is waited for once, by one thread; others may poll and cancel it meanwhile. Const.
+// Waits for the job's end; *size_out (NULL: not wanted) is then what the blocking call would have returned. Fails with the
+// reason of the save. A job is waited for once, by one thread: a second wait is KVS_STATUS_INVALID_ARGUMENT. Others may poll and
+// cancel it meanwhile. Const.
 kvs_status kvs_job_wait(const struct kvs_job *job,
                         size_t *size_out);
 
@@ -1076,7 +1089,7 @@ kvs_status kvs_kv_cache_state_read_sinfo(const struct kvs_kv_view *view,
                                          const struct kvs_slot_info *sinfos_in);
 
 // Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors of
-// kvs_state_writer_write_tensor that are in no host memory, NULL if all are.
+// kvs_state_writer_write_tensor that kvstate does not reach by itself, NULL if there are none.
 //
 // A whole context begins with the name of its architecture, which is the caller's to write: its length in bytes as
 // a little-endian uint32_t, then the bytes, without a NUL (kvs_context_params.arch, if that is who reads it).
@@ -1098,8 +1111,8 @@ kvs_status kvs_state_writer_set_stream(struct kvs_state_writer *writer, int32_t 
 // Metadata of a section of the caller's.
 kvs_status kvs_state_writer_write(struct kvs_state_writer *writer, const void *src, size_t size);
 
-// n bytes of a tensor of the caller's from offset on: data is the tensor's address in host memory, or NULL, then
-// they are reached through the access, which gets tensor back.
+// n bytes of a tensor of the caller's from offset on: data is the tensor's address in host memory or, as its driver then
+// says, in the memory of a CUDA device (kvs_device_of); or NULL, then they are reached through the access, which gets tensor back.
 kvs_status kvs_state_writer_write_tensor(struct kvs_state_writer *writer,
                                          void *tensor,
                                          void *data,

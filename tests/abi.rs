@@ -465,6 +465,8 @@ c_tests! { device on_devices:
     pinned_memory_takes_and_gives_states,
     pinned_memory_that_makes_no_sense_is_refused,
     views_share_staging_that_can_be_freed,
+    tensors_of_a_device_are_written_and_read_like_any_other,
+    a_state_that_stays_on_the_device_can_be_dropped,
     a_call_of_the_driver_that_fails_is_named,
 }
 

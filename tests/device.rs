@@ -8,6 +8,7 @@ mod gpu;
 mod support;
 
 use std::ops::ControlFlow;
+use std::sync::{Arc, Barrier};
 
 use gpu::{Engine, alone, no_limit, on_device, same_bytes, staged};
 use kvstate::error::{Error, Status};
@@ -555,14 +556,18 @@ fn a_stream_that_is_being_captured_is_refused_and_nothing_changes() {
     let path = dir.path().join("state");
     ctx.set_stream(engine.stream());
     engine.begin_capture();
+    let mut untouched = vec![0xAA; 4096];
     let errors = [
-        ctx.state_seq_get_data(&mut blob.clone(), 0, NONE).map(drop),
+        ctx.clear(true),
+        ctx.state_get_data(&mut untouched).map(drop),
+        ctx.state_seq_get_data(&mut untouched, 0, NONE).map(drop),
         ctx.state_seq_get_data(&mut blob.clone(), 0, ON_DEVICE).map(drop),
         ctx.seq_snapshot(0, NONE).map(drop),
         ctx.snapshot().map(drop),
         ctx.state_seq_save_file(&path, 0, &[]).map(drop),
         ctx.state_seq_set_data(&blob, 1, NONE).map(drop),
         ctx.seq_restore(&snapshot, 1),
+        ctx.kv_set((0, 0, 0), false, 0, &[0; 8]),
     ];
     for (i, result) in errors.into_iter().enumerate() {
         let error = result.expect_err("a stream under capture");
@@ -570,10 +575,26 @@ fn a_stream_that_is_being_captured_is_refused_and_nothing_changes() {
         assert_eq!(error.to_string(), "stream: the one of device 0 is being captured into a graph", "{i}");
     }
     assert!(!path.exists());
+    assert_eq!(untouched, vec![0xAA; 4096]);
     engine.end_capture();
     assert!(image(&ctx) == before);
     // The snapshot is nobody's, and its bytes are to be had whatever the stream does.
     assert_eq!(state_of(&save(&mut ctx, 0, NONE)), state_of(&blob));
+}
+
+#[test]
+fn a_copy_between_streams_of_the_cache_is_refused_under_capture_and_nothing_changes() {
+    let _cuda = alone();
+    let engine = Engine::new();
+    let mut ctx = small(false, &engine);
+    ctx.clear_stream(0);
+    let before = image(&ctx);
+    ctx.set_stream(engine.stream());
+    engine.begin_capture();
+    let error = ctx.seq_cp(0, 1, -1, -1).expect_err("a stream under capture");
+    assert_eq!(error.to_string(), "stream: the one of device 0 is being captured into a graph");
+    engine.end_capture();
+    assert!(image(&ctx) == before);
 }
 
 #[test]
@@ -671,6 +692,38 @@ fn staging_is_allocated_once_as_large_as_was_asked_for_and_reported() {
         drop(ctx);
         assert_eq!(cuda.live(), before);
     }
+}
+
+/// Each of them has a set of buffers while it runs; those of two are kept for what comes next.
+#[test]
+fn staging_of_jobs_side_by_side_is_kept_for_two() {
+    let cuda = alone();
+    let mut ctx = two_mib(StagingParams { size: 64 << 10, count: 2 });
+    let cache = cuda.live();
+    let blob = save(&mut ctx, 0, NONE);
+    let one = ctx.memory_usage().staging;
+    let snapshot = ctx.seq_snapshot(0, NONE).expect("a snapshot");
+    let all_run = Arc::new(Barrier::new(4));
+    let jobs = [0; 4].map(|_| {
+        let all_run = Arc::clone(&all_run);
+        let mut is_first = true;
+        let progress = ProgressCallback::new(move |_| {
+            if std::mem::take(&mut is_first) {
+                all_run.wait();
+            }
+            ControlFlow::Continue(())
+        });
+        snapshot.get_data_in_background(vec![0; blob.len()], Some(progress)).expect("a job")
+    });
+    for job in jobs {
+        same_bytes(&job.wait().expect("a state"), &blob);
+    }
+    drop(snapshot);
+    cuda.finish();
+    let kept = ctx.memory_usage().staging;
+    assert_eq!(kept, staging_of(&cuda, cache));
+    assert!(kept.pinned > one.pinned && kept.pinned <= 2 * one.pinned, "{kept:?}, one set is {one:?}");
+    assert!(kept.device > one.device && kept.device <= 2 * one.device, "{kept:?}, one set is {one:?}");
 }
 
 #[test]

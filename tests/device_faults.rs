@@ -10,9 +10,10 @@ use std::fs;
 use std::path::PathBuf;
 
 use gpu::{Engine, alone, no_context, on_device, staged};
-use kvstate::context::Snapshot;
+use kvstate::context::{Shift, Snapshot};
 use kvstate::error::{Error, Result, Status};
-use kvstate::types::{SeqId, StateFlags};
+use kvstate::memory::RopeParams;
+use kvstate::types::{RopeType, SeqId, StateFlags};
 use kvstate::{Context, ContextParams, storage};
 use support::place::fakecuda::{Alone, LAUNCH_FAILED, OUT_OF_MEMORY, UNKNOWN};
 use support::{Held, Image, NONE, ON_DEVICE, decode, held, image, kv, planes, restore, save, standard};
@@ -120,8 +121,13 @@ fn check_error(error: &Error, call: &str, (code, name): (i32, &str), what: &str)
             assert!(allocates && code == OUT_OF_MEMORY && text.contains("out of memory: "), "{what}: {text}");
         }
         Status::Device => {
+            let expected = [0, 1].map(|device| format!("{call} on device {device}: {name} ({code})"));
+            assert!(expected.iter().any(|expected| text.contains(expected)), "{what}: {text}");
+        }
+        // Its reason is the device's.
+        Status::ShiftFailed => {
             let expected = format!("{call} on device 0: {name} ({code})");
-            assert!(text.contains(&expected), "{what}: {text}");
+            assert!(text.contains(&expected) || text.contains("out of memory: "), "{what}: {text}");
         }
         status => panic!("{what}: {status:?}: {text}"),
     }
@@ -502,6 +508,29 @@ fn a_restore_of_a_snapshot_over_used_cells_fails_and_leaves_all_or_an_empty_dest
 }
 
 #[test]
+fn a_snapshot_of_another_device_over_used_cells_fails_and_leaves_all_or_an_empty_destination() {
+    let (cuda, _device) = open();
+    let _other = storage::Device::open(1).expect("device 1");
+    let mut source = filled_with(on_device(3, &[kv(16), standard(16, 8)], 1));
+    let snapshot = source.seq_snapshot(0, NONE).expect("a snapshot");
+    drop(source);
+    // What has to come from the other device is there before a cell is taken.
+    let mut ctx = filled(8);
+    let before = used(&ctx);
+    cuda.fail("cuMemcpyDtoHAsync_v2", 1, UNKNOWN);
+    ctx.seq_restore(&snapshot, 0).expect_err("a copy that fails");
+    assert_eq!(used(&ctx), before);
+    drop(ctx);
+    cuda.reset();
+    let make = || {
+        let snapshot = snapshot.clone();
+        let act = move |ctx: &mut Context| ctx.seq_restore(&snapshot, 0);
+        case(filled(8), act, |ctx| held_everywhere(ctx, 0) == expected(0), all_or_empty)
+    };
+    each_failure(&cuda, make);
+}
+
+#[test]
 fn reading_a_snapshot_fails_and_the_snapshot_stays() {
     let (cuda, _device) = open();
     let blob = save(&mut filled(16), 0, NONE);
@@ -563,6 +592,52 @@ fn clearing_the_data_fails_and_no_cell_is_used() {
     each_failure(&cuda, make);
 }
 
+/// Sequence 0 of every section is three positions further, and K of it to be rotated.
+fn shifted(params: ContextParams) -> Context {
+    let rope = || vec![Some(RopeParams::new(RopeType::Normal, 4)); 2];
+    let mut ctx = filled_with(ContextParams { shift: Shift::Rope(vec![rope(), rope()]), ..params });
+    ctx.seq_add(0, 0, -1, 3).expect("a shift");
+    ctx
+}
+
+#[test]
+fn a_shift_fails_and_is_pending_or_has_emptied_what_it_half_rotated() {
+    let (cuda, _device) = open();
+    let sections = [kv(16), standard(16, 8)];
+    let mut host = shifted(support::params(3, &sections));
+    let before = held_everywhere(&host, 0);
+    host.apply_pending_shifts().expect("memory of the host");
+    let after = held_everywhere(&host, 0);
+    assert!(before.iter().zip(&after).all(|(before, after)| before != after));
+    let n_emptied = std::cell::Cell::new(0);
+    each_failure(&cuda, || {
+        let is_emptied = std::rc::Rc::new(std::cell::Cell::new(false));
+        let may_be_empty = std::rc::Rc::clone(&is_emptied);
+        let is_done = {
+            let after = after.clone();
+            move |ctx: &Context| {
+                let held = held_everywhere(ctx, 0);
+                held == after || (may_be_empty.get() && held.iter().all(Vec::is_empty))
+            }
+        };
+        let (before, after, n_emptied) = (&before, &after, &n_emptied);
+        let is_as_promised = move |ctx: &Context, _: &Image| {
+            let held = held_everywhere(ctx, 0);
+            is_emptied.set(held.iter().all(Vec::is_empty));
+            n_emptied.set(n_emptied.get() + u32::from(is_emptied.get()));
+            // Each section is rotated by itself.
+            let is_whole = (0..held.len()).all(|s| {
+                let is_pending = ctx.pending_shifts(s, 0).expect("a stream").next().is_some();
+                held[s] == if is_pending { &before[s] } else { &after[s] }.as_slice()
+            });
+            (is_emptied.get() || is_whole) && held_everywhere(ctx, 1) == expected(1)
+        };
+        let ctx = shifted(on_device(3, &sections, 0));
+        case(ctx, Context::apply_pending_shifts, is_done, is_as_promised)
+    });
+    assert!(n_emptied.get() > 0, "no failure came after the first row was rotated");
+}
+
 /// Streams of their own for three sequences.
 fn streams() -> Context {
     filled_with(ContextParams { unified: false, ..on_device(3, &[kv(8), standard(8, 8)], 0) })
@@ -613,7 +688,10 @@ fn calls_behind_the_callers_stream_fail_and_keep_their_promises() {
             engine.synchronize();
             (0..3).all(|seq| is_zeroed(ctx, seq))
         };
-        case(with_stream(16), act, is_done, |ctx: &Context, _: &Image| used(ctx).cells.is_empty())
+        // A stream that cannot be asked is noticed before anything is cleared.
+        let is_as_promised =
+            |ctx: &Context, before: &Image| used(ctx).cells.is_empty() || nothing(ctx, before);
+        case(with_stream(16), act, is_done, is_as_promised)
     });
 }
 

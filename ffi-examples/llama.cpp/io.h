@@ -39,9 +39,9 @@ public:
 
     void write(const void * src, size_t size) override { check(kvs_state_writer_write(writer, src, size)); }
     void write_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
-        // of tensors that are not part of a view, those of a device go through the access
-        note(tensor, host_data(tensor));
-        check(kvs_state_writer_write_tensor(writer, tensor, host_data(tensor), offset, size));
+        void * data = place_of(tensor).data;
+        note(tensor, data);
+        check(kvs_state_writer_write_tensor(writer, tensor, data, offset, size));
     }
     size_t n_bytes() override { return kvs_state_writer_size(writer); }
 
@@ -73,7 +73,7 @@ public:
 
     void read(void * dst, size_t size) override { check(kvs_state_reader_read(reader, dst, size)); }
     void read_tensor(ggml_tensor * tensor, size_t offset, size_t size) override {
-        check(kvs_state_reader_read_tensor(reader, tensor, host_data(tensor), offset, size));
+        check(kvs_state_reader_read_tensor(reader, tensor, place_of(tensor).data, offset, size));
     }
     size_t n_bytes() override { return kvs_state_reader_offset(reader); }
 

@@ -75,7 +75,7 @@ pub struct kvs_rope_params {
     pub rope_type: u32,
     /// Elements of a head of K.
     pub n_embd_head: u32,
-    /// Elements of a head that are turned; 0: all.
+    /// Elements of a head that are turned; 0: all behind n_embd_nope.
     pub n_rope_dims: u32,
     /// Elements of a head before those that are turned (MLA caches that begin with the latent part).
     pub n_embd_nope: u32,
@@ -125,7 +125,7 @@ pub struct kvs_kv_layer_params {
     /// Bytes from one stream of V to the next; 0: all of one stream's V.
     pub v_stream_stride: u64,
     /// KVS_DEVICE_HOST (by default), or the number of a CUDA device, whose memory kvstate allocates. Adopted memory: any number
-    /// of a device says that k and v are addresses of a device, and the driver says which.
+    /// of a device says that k and v are addresses of devices; the driver says of which, and they may be of two.
     pub device: i32,
     /// 0.
     pub reserved: u32,
@@ -226,9 +226,12 @@ pub struct kvs_context_params {
     pub unsynced_files: u32,
     /// Pinned staging buffers between host and CUDA devices, at least 2; 0 (by default): 4.
     pub n_staging: u32,
-    /// Bytes of a staging buffer; 0 (by default): 32 MiB, or less where the cache on devices is smaller. There are 2
-    /// more of them on each device. They are allocated when the first state is moved, smaller if memory is short, and
-    /// freed with the context.
+    /// Bytes of a staging buffer; 0 (by default): 32 MiB. No more than the cache has on devices is allocated, and no less than
+    /// a transposed channel or a row needs. There are 2 more buffers on each device.
+    ///
+    /// They are allocated when the first state is moved, smaller if memory is short. Jobs that run side by side have a
+    /// set each. Two sets for each device are kept for what comes next, until the context and its last snapshot and job are
+    /// freed.
     pub staging_size: u64,
 }
 
@@ -608,7 +611,10 @@ unsafe fn rope_params(name: &str, layer: &kvs_kv_layer_params) -> Result<Option<
             return Err(Error::arg(format!("{name}.rope_type"), format!("{other} is no KVS_ROPE_TYPE_*")));
         }
     };
-    let n_rope_dims = if raw.n_rope_dims == 0 { raw.n_embd_head } else { raw.n_rope_dims };
+    let n_rope_dims = match raw.n_rope_dims {
+        0 => raw.n_embd_head.saturating_sub(raw.n_embd_nope),
+        n_rope_dims => n_rope_dims,
+    };
     // What is too many for the row is refused later, and not read.
     let freq_factors = if raw.freq_factors.is_null() || n_rope_dims > layer.n_embd_k_gqa {
         Vec::new()

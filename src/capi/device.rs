@@ -9,7 +9,8 @@ use super::{KVS_DEVICE_HOST, kvs_status};
 use crate::error::{Error, Result};
 use crate::storage::{CallerStream, Device, alloc_pinned, free_pinned, register_host, unregister_host};
 
-/// Bytes of memory that a context has taken. Adopted memory is not counted.
+/// Bytes of memory that a context has taken. Adopted memory is not counted, and neither are snapshots, which belong to nobody:
+/// kvs_snapshot_size and kvs_snapshot_device_size tell of them.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvs_memory_usage {
@@ -98,7 +99,8 @@ pub extern "C" fn kvs_device_of(ptr: *const c_void) -> i32 {
 /// caller's work on a device runs. From now on calls that read or write K or V there run behind what is queued on
 /// it, and what is queued on it later runs behind them; calls that give bytes to the host, or take them from there, wait for
 /// the device too. It stays alive until another one is named, kvs_stream_clear is called, or the context is freed. A stream
-/// that is being captured into a graph makes those calls fail, with nothing changed.
+/// that is being captured into a graph makes those calls fail, with nothing changed. KVS_STATUS_INVALID_ARGUMENT for a stream
+/// of another device or context.
 ///
 /// Without one, the caller's work on the device has to be done before a call, and every call waits for its own.
 #[unsafe(no_mangle)]
@@ -111,7 +113,7 @@ pub unsafe extern "C" fn kvs_stream_set(
     status_of(|| unsafe {
         with_context_mut(ctx, |context| {
             // SAFETY: the header demands a live stream of the device.
-            context.set_stream(CallerStream::new(check_device(device)?, stream));
+            context.set_stream(CallerStream::new(check_device(device)?, stream)?);
             Ok(())
         })
     })
@@ -130,7 +132,8 @@ pub unsafe extern "C" fn kvs_stream_clear(ctx: *mut kvs_context, device: i32) ->
 }
 
 /// Allocates size bytes of pinned host memory, zeroed. States of devices, whichever, go into it and come from it without
-/// another copy on the host, several times as fast. device: any that is in use. Free it with kvs_pinned_free.
+/// another copy on the host, several times as fast. device: the one in whose context it is allocated; every device reaches
+/// it. Free it with kvs_pinned_free.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_pinned_alloc(device: i32, size: usize, ptr_out: *mut *mut c_void) -> kvs_status {
     // SAFETY: the contract of all calls.
@@ -151,6 +154,7 @@ pub extern "C" fn kvs_pinned_free(ptr: *mut c_void) -> kvs_status {
 }
 
 /// Pins size bytes of the caller's own memory at ptr, as kvs_pinned_alloc allocates them, until kvs_host_unregister.
+/// KVS_STATUS_INVALID_ARGUMENT if some of them are pinned already.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_host_register(device: i32, ptr: *mut c_void, size: usize) -> kvs_status {
     // SAFETY: the contract of all calls; the header demands memory that stays until it is unregistered.

@@ -200,7 +200,7 @@ pub(super) unsafe fn array_mut<'a, T>(name: &str, ptr: *mut T, len: usize) -> Re
 
 fn check_array<T>(name: &str, ptr: *const T, len: usize) -> Result<()> {
     if ptr.is_null() {
-        return Err(Error::arg(name, format!("NULL for {len} elements")));
+        return Err(Error::arg(name, format!("NULL, with a count of {len}")));
     }
     if !ptr.is_aligned() {
         return Err(Error::arg(name, format!("{ptr:p} is not aligned to {}", align_of::<T>())));

@@ -93,7 +93,7 @@ pub(super) unsafe fn read_array<T: Params>(name: &str, first: *const T, n: usize
         return Ok(Vec::new());
     }
     if first.is_null() {
-        return Err(Error::arg(name, format!("NULL for {n} elements")));
+        return Err(Error::arg(name, format!("NULL, with a count of {n}")));
     }
     // SAFETY: the header demands `n` structs, which start with their size.
     let stride = unsafe { first.cast::<usize>().read_unaligned() };

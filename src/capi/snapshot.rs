@@ -268,17 +268,20 @@ pub unsafe extern "C" fn kvs_job_cancel(job: *const kvs_job) -> kvs_status {
     })
 }
 
-/// Waits for the job's end; *size_out is then what the blocking call would have returned. Fails with the reason of the save.
-/// A job is waited for once, by one thread; others may poll and cancel it meanwhile. Const.
+/// Waits for the job's end; *size_out (NULL: not wanted) is then what the blocking call would have returned. Fails with the
+/// reason of the save. A job is waited for once, by one thread: a second wait is KVS_STATUS_INVALID_ARGUMENT. Others may poll and
+/// cancel it meanwhile. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_job_wait(job: *const kvs_job, size_out: *mut usize) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
-        let size_out = out("size_out", size_out)?;
-        *size_out = match &live(job)?.job {
+        let size = match &live(job)?.job {
             AnyJob::Data(job, size) => job.wait().map(|_| *size)?,
             AnyJob::File(job) => size_of_state(job.wait()?)?,
         };
+        if !size_out.is_null() {
+            *size_out = size;
+        }
         Ok(())
     })
 }

@@ -3,7 +3,7 @@
 use std::ffi::c_char;
 
 use super::handle::{array, array_mut, kvs_context, out, path, with_context, with_context_mut};
-use super::status::value_or;
+use super::status::{kvs_status, status_of, value_or};
 use super::{kvs_seq_id, kvs_token};
 use crate::error::{Error, Result};
 use crate::session::{Loaded, seq_file_token_count};
@@ -103,6 +103,17 @@ pub unsafe extern "C" fn kvs_state_save_file(
 pub unsafe extern "C" fn kvs_state_seq_get_size(ctx: *mut kvs_context, seq_id: kvs_seq_id) -> usize {
     // SAFETY: passed on.
     unsafe { kvs_state_seq_get_size_ext(ctx, seq_id, KVS_STATE_SEQ_FLAGS_NONE) }
+}
+
+/// Frees the tensors of the sequence's live state that was taken with KVS_STATE_SEQ_FLAGS_ON_DEVICE, if there is one: its blob
+/// can no longer be restored.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_state_seq_drop_on_device(
+    ctx: *mut kvs_context,
+    seq_id: kvs_seq_id,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe { with_context_mut(ctx, |context| context.drop_device_state(seq_id)) })
 }
 
 /// kvs_state_seq_get_data_ext with KVS_STATE_SEQ_FLAGS_NONE.

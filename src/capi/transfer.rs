@@ -73,7 +73,7 @@ impl Tagged for kvs_device_state {
 }
 
 /// Begins the state of a sequence, or with seq_id -1 of a whole context. access: for tensors of
-/// kvs_state_writer_write_tensor that are in no host memory, NULL if all are.
+/// kvs_state_writer_write_tensor that kvstate does not reach by itself, NULL if there are none.
 ///
 /// A whole context begins with the name of its architecture, which is the caller's to write: its length in bytes as
 /// a little-endian uint32_t, then the bytes, without a NUL (kvs_context_params.arch, if that is who reads it).
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn kvs_state_writer_set_stream(
 ) -> kvs_status {
     // SAFETY: the contract of all calls; the header demands a live stream of the device.
     status_of(|| unsafe {
-        let stream = CallerStream::new(check_device(device)?, stream);
+        let stream = CallerStream::new(check_device(device)?, stream)?;
         with_tagged(writer, |w| {
             w.writer.set_stream(stream);
             Ok(())
@@ -153,8 +153,8 @@ pub unsafe extern "C" fn kvs_state_writer_write(
     })
 }
 
-/// n bytes of a tensor of the caller's from offset on: data is the tensor's address in host memory, or NULL, then
-/// they are reached through the access, which gets tensor back.
+/// n bytes of a tensor of the caller's from offset on: data is the tensor's address in host memory or, as its driver then
+/// says, in the memory of a CUDA device (kvs_device_of); or NULL, then they are reached through the access, which gets tensor back.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_writer_write_tensor(
     writer: *mut kvs_state_writer,
@@ -468,7 +468,7 @@ pub unsafe extern "C" fn kvs_state_reader_set_stream(
 ) -> kvs_status {
     // SAFETY: the contract of all calls; the header demands a live stream of the device.
     status_of(|| unsafe {
-        let stream = CallerStream::new(check_device(device)?, stream);
+        let stream = CallerStream::new(check_device(device)?, stream)?;
         with_tagged(reader, |r| {
             r.reader.set_stream(stream);
             Ok(())

@@ -607,8 +607,8 @@ pub(super) unsafe fn access_of(access: *const kvs_tensor_access) -> Result<Optio
     }))
 }
 
-/// `n` bytes of a tensor from `offset` on, as a plane of one cell: in host memory from `data` on, or through the
-/// caller's access.
+/// `n` bytes of a tensor from `offset` on, as a plane of one cell: in host memory or a device's from `data` on, or through
+/// the caller's access.
 pub(super) unsafe fn tensor_bytes(
     tensor: *mut c_void,
     data: *mut c_void,
@@ -628,10 +628,17 @@ pub(super) unsafe fn tensor_bytes(
     let offset = usize::try_from(offset).ok().filter(|_| fits).ok_or_else(|| {
         Error::arg("offset", format!("{offset}, with n {n} the end of the tensor at {data:p} overflows"))
     })?;
+    let start = data.cast::<u8>().wrapping_add(offset);
     // SAFETY: the header demands that these bytes, whose end does not wrap around, are the tensor's until the writer
     // or reader is freed.
-    unsafe { Plane::adopt(data.cast::<u8>().wrapping_add(offset), 1, shape) }
-        .map(|plane| plane.named(tensor.expose_provenance()))
+    let plane = unsafe {
+        if Plane::is_on_device(start) {
+            Plane::adopt_device(start.addr() as u64, 1, shape)
+        } else {
+            Plane::adopt(start, 1, shape)
+        }
+    };
+    plane.map(|plane| plane.named(tensor.expose_provenance()))
 }
 
 impl TensorAccess for CallerTensors {

@@ -279,6 +279,16 @@ impl Context {
         }
     }
 
+    /// Frees the tensors of the live `ON_DEVICE` state of a sequence, if there is one: its blob can no longer be restored.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn drop_device_state(&mut self, seq_id: SeqId) -> Result<()> {
+        self.seq(seq_id)?;
+        self.device_states.remove(&seq_id);
+        Ok(())
+    }
+
     /// Whether a save waits for the disk.
     pub(crate) fn syncs_files(&self) -> bool {
         self.sync_files
@@ -312,9 +322,12 @@ impl Context {
     /// Empties every section; with `data` the tensors are zeroed as well. `ON_DEVICE` states survive.
     ///
     /// # Errors
-    /// If memory that is reached through calls of its owner cannot be zeroed; no cell is used any more all the
-    /// same.
+    /// [`Error::InvalidArgument`] for a stream that is being captured into a graph; nothing has changed then. If memory of a
+    /// device, or memory that is reached through calls of its owner, cannot be zeroed; no cell is used any more all the same.
     pub fn clear(&mut self, data: bool) -> Result<()> {
+        if data || self.memory.dsv4().is_some() {
+            self.transfer.check_streams()?;
+        }
         self.changed();
         self.memory.clear(data, &self.transfer)
     }
@@ -324,11 +337,18 @@ impl Context {
     /// can be given up whole, or go back by up to `n_rs_seq` positions once after a ubatch; attention can remove any range.
     ///
     /// # Errors
-    /// [`Error::SeqId`]; nothing has changed then.
+    /// [`Error::SeqId`]; nothing has changed then. In a DSV4 memory also [`Error::Device`] if rows cannot be zeroed; they are not
+    /// used any more all the same.
     pub fn seq_rm(&mut self, seq_id: SeqId, p0: Pos, p1: Pos) -> Result<bool> {
         let seq = if seq_id < 0 { None } else { Some(self.seq(seq_id)?) };
+        self.check_removal()?;
         self.changed();
         self.memory.seq_rm(seq, PosRange::new(p0, p1), &self.transfer)
+    }
+
+    /// Rows of a DSV4 memory are zeroed when they are left, in the order of the caller's streams.
+    fn check_removal(&self) -> Result<()> {
+        if self.memory.dsv4().is_some() { self.transfer.check_streams() } else { Ok(()) }
     }
 
     /// Whether [`Context::seq_rm`] would remove just that.
@@ -353,6 +373,9 @@ impl Context {
         }
         let range = PosRange::new(p0, p1);
         self.memory.check_seq_cp(src, dst, range)?;
+        if self.n_stream() > 1 {
+            self.transfer.check_streams()?;
+        }
         self.changed();
         self.memory.seq_cp(src, dst, range, &self.transfer)
     }
@@ -363,6 +386,7 @@ impl Context {
     /// [`Error::SeqId`].
     pub fn seq_keep(&mut self, seq_id: SeqId) -> Result<()> {
         let seq = self.seq(seq_id)?;
+        self.check_removal()?;
         self.changed();
         self.memory.seq_keep(seq, &self.transfer)
     }
@@ -547,6 +571,7 @@ impl Context {
         let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
         let need = self.state_seq_get_size(seq_id, flags)?;
         let dst = fitting(dst, need)?;
+        self.transfer.check_streams()?;
         self.apply_shifts_before(params)?;
         if flags.contains(StateFlags::ON_DEVICE) {
             let mut sink = DeviceSink::new(dst);
@@ -610,6 +635,7 @@ impl Context {
     /// [`Error::BufferTooSmall`] (`dst` is untouched then), [`Error::ShiftFailed`].
     pub fn state_get_data(&mut self, dst: &mut [u8]) -> Result<usize> {
         let dst = fitting(dst, self.state_get_size()?)?;
+        self.transfer.check_streams()?;
         self.apply_shifts_before(self.write_params(Scope::Whole, StateFlags::empty()))?;
         let mut sink = SliceSink::new(dst);
         self.write_whole(&mut sink)?;

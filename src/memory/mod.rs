@@ -371,17 +371,21 @@ impl Memory {
     ) -> Result<()> {
         // Cells that are taken from others are taken first, so that nobody is left with tensors that are not his.
         let overwrites = self.state_overwrites(plan);
+        let mut fetched = None;
         if overwrites {
             // What can be missing for the transfer is missed now, when nothing has been taken.
             let batch: Vec<_> =
                 self.planned(plan).flat_map(|(section, plan)| section.state_scatter(plan)).collect();
-            storage::prepare(&batch, transfer)?;
+            fetched = Some(storage::prepare(&batch, transfer)?);
             drop(batch);
             self.planned(plan).for_each(|(section, plan)| section.state_apply(plan));
         }
         let mut batch: Vec<_> =
             self.planned(plan).flat_map(|(section, plan)| section.state_scatter(plan)).collect();
-        let scattered = storage::scatter(&mut batch, transfer, progress);
+        let scattered = match fetched {
+            Some(fetched) => fetched.scatter(&mut batch, transfer, progress),
+            None => storage::scatter(&mut batch, transfer, progress),
+        };
         drop(batch);
         let copied = scattered.and_then(|()| {
             let rest = self.planned(plan).flat_map(|(section, plan)| section.state_rest(plan));

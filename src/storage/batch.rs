@@ -165,11 +165,28 @@ pub fn copy_regions(regions: &[Region<'_>], transfer: &Transfer) -> Result<Vec<P
     Ok(copies.into_iter().flatten().collect())
 }
 
-/// Has all that [`scatter`] will need of devices: buffers, and streams that can be waited for.
+/// What a [`scatter`] needs and had before it began: bytes of one device that go to another, or to the host.
+#[derive(Debug)]
+pub struct Fetched(Vec<Option<Vec<u8>>>);
+
+impl Fetched {
+    fn new(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<Self> {
+        let fetch = |part: &Scatter<'_>| match part.src {
+            TensorBytes::Copies { copies, offset, len } if part.src.beside(part.plane).is_none() => {
+                copies.to_host(offset, len, transfer).map(Some)
+            }
+            _ => Ok(None),
+        };
+        batch.iter().map(fetch).collect::<Result<_>>().map(Self)
+    }
+}
+
+/// Has all that [`Fetched::scatter`] of the same batch will need: buffers, streams that can be waited for, and what has to be
+/// fetched from other devices.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::Device`], [`Error::InvalidArgument`] for a stream that is being captured.
-pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<()> {
+pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<Fetched> {
     let on_device: Vec<_> = batch.iter().filter(|part| part.plane.on_device().is_some()).collect();
     for group in by_device(on_device, |part| part.plane.device()) {
         let (mut parts, mut staged) = (Vec::new(), Vec::new());
@@ -183,7 +200,7 @@ pub fn prepare(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<()> {
         }
         cuda::prepare(&parts, &staged, transfer)?;
     }
-    Ok(())
+    Fetched::new(batch, transfer)
 }
 
 /// Writes the moved cells of every part into its plane, and no other byte.
@@ -200,61 +217,70 @@ pub fn scatter(
     for part in &*batch {
         part.plane.check_write(part.map, part.n_src, part.src.len())?;
     }
-    let mut report = Report::new(progress, batch.iter().map(|part| part.src.len()).sum());
-    // What lies on a device goes to a plane there by itself; to any other it goes through host memory.
-    let (mut beside, mut fetched) = (Vec::new(), Vec::new());
-    for part in &*batch {
-        let blob = part.src.beside(part.plane);
-        fetched.push(match part.src {
-            TensorBytes::Copies { copies, offset, len } if blob.is_none() => {
-                Some(copies.to_host(offset, len, transfer)?)
-            }
-            _ => None,
-        });
-        beside.push(blob);
-    }
-    let parts = batch.iter().zip(&fetched).zip(&beside).map(|((part, fetched), beside)| {
-        let src = fetched.as_deref().map_or(part.src, TensorBytes::Memory);
-        Source { plane: part.plane, map: part.map, n_src: part.n_src, src, beside: beside.as_ref() }
-    });
-    let (on_host, on_device): (Vec<_>, Vec<_>) = parts.partition(|part| part.plane.on_device().is_none());
-    for group in by_device(on_device, |part| part.plane.device()) {
-        let (mut parts, mut srcs, mut local, mut local_bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
-        for Source { plane, map, n_src, src, beside } in group {
-            let Some(on_device) = plane.on_device() else { continue };
-            let part = Part { plane: on_device, map, block: Rectangle::new(plane.shape(), 0..n_src) };
-            if let Some(blob) = beside {
-                local_bytes += src.len();
-                local.push(LocalPart { part, blob });
-            } else {
-                parts.push(part);
-                srcs.push(src);
-            }
+    Fetched::new(batch, transfer)?.scatter(batch, transfer, progress)
+}
+
+impl Fetched {
+    /// As [`scatter`], of the batch that was prepared.
+    ///
+    /// # Errors
+    /// Those of [`scatter`].
+    pub fn scatter(
+        self,
+        batch: &mut [Scatter<'_>],
+        transfer: &Transfer,
+        progress: Option<&mut ProgressCallback>,
+    ) -> Result<()> {
+        for part in &*batch {
+            part.plane.check_write(part.map, part.n_src, part.src.len())?;
         }
-        cuda::scatter_local(&local, transfer)?;
-        report.add(local_bytes)?;
-        cuda::scatter(&parts, &srcs, transfer, &mut report)?;
+        let mut report = Report::new(progress, batch.iter().map(|part| part.src.len()).sum());
+        // What lies on a device goes to a plane there by itself.
+        let beside: Vec<_> = batch.iter().map(|part| part.src.beside(part.plane)).collect();
+        let fetched = self.0;
+        let parts = batch.iter().zip(&fetched).zip(&beside).map(|((part, fetched), beside)| {
+            let src = fetched.as_deref().map_or(part.src, TensorBytes::Memory);
+            Source { plane: part.plane, map: part.map, n_src: part.n_src, src, beside: beside.as_ref() }
+        });
+        let (on_host, on_device): (Vec<_>, Vec<_>) = parts.partition(|part| part.plane.on_device().is_none());
+        for group in by_device(on_device, |part| part.plane.device()) {
+            let (mut parts, mut srcs, mut local, mut local_bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
+            for Source { plane, map, n_src, src, beside } in group {
+                let Some(on_device) = plane.on_device() else { continue };
+                let part = Part { plane: on_device, map, block: Rectangle::new(plane.shape(), 0..n_src) };
+                if let Some(blob) = beside {
+                    local_bytes += src.len();
+                    local.push(LocalPart { part, blob });
+                } else {
+                    parts.push(part);
+                    srcs.push(src);
+                }
+            }
+            cuda::scatter_local(&local, transfer)?;
+            report.add(local_bytes)?;
+            cuda::scatter(&parts, &srcs, transfer, &mut report)?;
+        }
+        let work = Work::new(
+            on_host.iter().map(|part| part.src.len()).sum(),
+            on_host.iter().any(|part| part.plane.is_remote()),
+            transfer.threads,
+        );
+        let pieces = on_host.iter().flat_map(|part| {
+            Rectangle::new(part.plane.shape(), 0..part.n_src).split(PIECE).scan(0, move |next, block| {
+                let start = *next;
+                *next += block.bytes();
+                Some((start, part, block))
+            })
+        });
+        work.run(pieces, Some(&mut report), |(start, part, block), buffer| {
+            let src = part.src.piece(start, block.bytes(), buffer)?;
+            // SAFETY: the planes are borrowed for writing by `batch`, and of all pieces only this one has cells of its
+            // rectangle.
+            unsafe { part.plane.write(part.map, &block, src, work.how)? };
+            Ok(block.bytes())
+        })?;
+        report.finish()
     }
-    let work = Work::new(
-        on_host.iter().map(|part| part.src.len()).sum(),
-        on_host.iter().any(|part| part.plane.is_remote()),
-        transfer.threads,
-    );
-    let pieces = on_host.iter().flat_map(|part| {
-        Rectangle::new(part.plane.shape(), 0..part.n_src).split(PIECE).scan(0, move |next, block| {
-            let start = *next;
-            *next += block.bytes();
-            Some((start, part, block))
-        })
-    });
-    work.run(pieces, Some(&mut report), |(start, part, block), buffer| {
-        let src = part.src.piece(start, block.bytes(), buffer)?;
-        // SAFETY: the planes are borrowed for writing by `batch`, and of all pieces only this one has cells of its
-        // rectangle.
-        unsafe { part.plane.write(part.map, &block, src, work.how)? };
-        Ok(block.bytes())
-    })?;
-    report.finish()
 }
 
 /// A part of a restore whose plane `batch` has borrowed for writing.

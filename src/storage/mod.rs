@@ -26,7 +26,9 @@ mod transfer;
 use std::fmt;
 use std::ops::Range;
 
-pub use batch::{Scatter, TensorBytes, copy_cells, copy_regions, gather, prepare, scatter, zero_cells};
+pub use batch::{
+    Fetched, Scatter, TensorBytes, copy_cells, copy_regions, gather, prepare, scatter, zero_cells,
+};
 pub use cell_map::CellMap;
 pub use copies::TensorCopies;
 pub use cuda::{

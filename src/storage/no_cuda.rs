@@ -34,6 +34,10 @@ impl Device {
         None
     }
 
+    pub(super) fn hiding(_: u64) -> Option<i32> {
+        None
+    }
+
     /// Its number.
     #[must_use]
     pub fn ordinal(&self) -> i32 {
@@ -41,24 +45,30 @@ impl Device {
     }
 }
 
-/// A stream of the caller's; without devices it says nothing.
-#[derive(Clone, Copy, Debug)]
-pub struct CallerStream(i32);
+/// A stream of the caller's; there is none.
+#[derive(Clone, Debug)]
+pub enum CallerStream {}
 
 impl CallerStream {
-    /// A stream of a device.
+    /// Fails.
+    ///
+    /// # Errors
+    /// [`Error::NoCuda`].
     ///
     /// # Safety
     /// None is demanded.
-    #[must_use]
-    pub unsafe fn new(ordinal: i32, _: *mut c_void) -> Self {
-        Self(ordinal)
+    pub unsafe fn new(_: i32, _: *mut c_void) -> Result<Self> {
+        none()
     }
 
     /// Which device it is on.
     #[must_use]
     pub fn ordinal(&self) -> i32 {
-        self.0
+        match *self {}
+    }
+
+    pub(super) fn check_now(&self) -> Result<()> {
+        match *self {}
     }
 }
 
@@ -150,7 +160,7 @@ pub(super) struct DeviceGrid {
 }
 
 impl DevicePlane {
-    pub fn adopt(_: u64, _: PlaneShape) -> Result<Self> {
+    pub fn adopt(_: u64, _: u32, _: PlaneShape) -> Result<Self> {
         none()
     }
 

@@ -65,7 +65,8 @@ impl Plane {
     /// Takes the caller's memory as a plane; it is left as it is, and not freed.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `ptr` is NULL or `shape` does not pass [`PlaneShape::check`].
+    /// [`Error::InvalidArgument`] if `ptr` is NULL or, as far as a driver that is in use knows, memory of a device alone, or
+    /// if `shape` does not pass [`PlaneShape::check`].
     ///
     /// # Safety
     /// For the life of the plane, the `shape.span(kv_size)` bytes at `ptr` are valid for reads and writes from
@@ -77,6 +78,10 @@ impl Plane {
             return Err(Error::arg("ptr", "is NULL"));
         };
         shape.check(kv_size).map_err(|reason| Error::arg("shape", reason))?;
+        if let Some(device) = Device::hiding(ptr.addr().get() as u64) {
+            let reason = format!("{ptr:p} is memory of device {device}, and adopted as memory of the host");
+            return Err(Error::arg("ptr", reason));
+        }
         let memory = Memory::Host { grid: Grid::new(ptr, shape)?, allocation: None };
         Ok(Self { memory, kv_size, shape, tensor: 0 })
     }
@@ -100,7 +105,7 @@ impl Plane {
     /// Takes the caller's memory of a CUDA device, whichever it is on, as a plane; it is left as it is, and not freed.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `ptr` is no address in a device's memory, or `shape` does not pass
+    /// [`Error::InvalidArgument`] if `ptr`, or the last byte of the plane, is no address in a device's memory, or `shape` does not pass
     /// [`PlaneShape::check`] or has rows of 4 GiB; those of [`Device::open`].
     ///
     /// # Safety
@@ -109,7 +114,13 @@ impl Plane {
     /// the calls that use the plane: by the stream that [`Transfer::set_stream`] names, or by waiting.
     pub unsafe fn adopt_device(ptr: u64, kv_size: u32, shape: PlaneShape) -> Result<Self> {
         shape.check(kv_size).map_err(|reason| Error::arg("shape", reason))?;
-        Ok(Self::of_device(DevicePlane::adopt(ptr, shape)?, kv_size, shape))
+        Ok(Self::of_device(DevicePlane::adopt(ptr, kv_size, shape)?, kv_size, shape))
+    }
+
+    /// Whether `ptr` is memory of a device that the host does not reach, as far as a driver that is in use knows.
+    #[must_use]
+    pub fn is_on_device(ptr: *const u8) -> bool {
+        Device::hiding(ptr.addr() as u64).is_some()
     }
 
     /// A plane of a device. Its memory has the `shape.span(kv_size)` bytes.

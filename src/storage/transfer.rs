@@ -115,6 +115,14 @@ impl Transfer {
         self.streams.retain(|stream| stream.ordinal() != ordinal);
     }
 
+    /// Checks that work can be ordered behind the caller's streams, before anything is changed or written.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for one that is being captured into a graph, [`Error::Device`].
+    pub(crate) fn check_streams(&self) -> Result<()> {
+        self.streams.iter().try_for_each(CallerStream::check_now)
+    }
+
     /// The same without the caller's streams: for memory that the caller's work does not touch.
     #[must_use]
     pub(crate) fn detached(&self) -> Self {

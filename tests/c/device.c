@@ -128,6 +128,9 @@ static void addresses_of_a_device_are_adopted_whatever_number_is_named(void) {
     static uint8_t host[64];
     adopting = NULL;
     BAD_STATUS(adopt(host, host, 0, &adopting), "is no memory of a device");
+    // Nor the other way round, and none is read behind its end.
+    BAD_STATUS(adopt(k.data, v.data, KVS_DEVICE_HOST, &adopting), "is memory of device 0, and adopted as memory of the host");
+    BAD_STATUS(adopt(k.data, (uint8_t *)v.data + 224, 0, &adopting), "sections[0].layers[0].v: the 64 bytes from");
     CHECK(adopting == NULL);
     free(before.data);
     kvs_context_free(ctx);
@@ -201,6 +204,10 @@ static void streams_that_make_no_sense_are_refused(void) {
     BAD_STATUS(kvs_state_reader_set_stream(reader, -2, NULL), "device: -2, devices are counted from 0");
     kvs_state_writer_free(writer);
     kvs_state_reader_free(reader);
+    void *stream = new_stream();
+    BAD_STATUS(kvs_stream_set(ctx, 1, stream), "is no stream of the primary context of device 1");
+    FAILS(kvs_stream_set(ctx, 2, NULL), KVS_STATUS_NO_DEVICE, KVS_STATUS_NO_DEVICE, "no CUDA device 2: 2 can be used");
+    free_stream(stream);
     // The default stream is one.
     CHECK(kvs_stream_set(ctx, 0, NULL) == KVS_STATUS_OK && kvs_stream_set(ctx, 1, NULL) == KVS_STATUS_OK);
     check_unchanged(ctx, save(ctx, -1));
@@ -221,6 +228,8 @@ static void a_stream_that_is_being_captured_fails_the_calls(void) {
     BAD(kvs_state_seq_get_data(ctx, bytes, sizeof bytes, 0), 0, "is being captured into a graph");
     BAD(kvs_state_seq_set_data(ctx, before.data, before.size, 0), 0, "is being captured into a graph");
     BAD_STATUS(kvs_kv_get(ctx, 0, 0, 0, KVS_KV_K, 0, bytes, 8), "is being captured into a graph");
+    kvs_memory_clear(kvs_get_memory(ctx), true);
+    CHECK(strstr(kvs_last_error(), "is being captured into a graph") != NULL);
     CHECK(snapshot == NULL);
     CU(cuStreamEndCapture, (void *, void **), stream, &graph);
     CHECK(kvs_stream_clear(ctx, 0) == KVS_STATUS_OK);
@@ -273,7 +282,8 @@ static void pinned_memory_that_makes_no_sense_is_refused(void) {
     BAD_STATUS(kvs_host_register(0, own, 0), "nothing to pin");
     FAILS(kvs_host_register(5, own, 4096), KVS_STATUS_NO_DEVICE, KVS_STATUS_NO_DEVICE, "no CUDA device 5");
     CHECK(kvs_host_register(0, own, 4096) == KVS_STATUS_OK);
-    FAILS(kvs_host_register(0, own, 4096), KVS_STATUS_DEVICE, KVS_STATUS_DEVICE, "cuMemHostRegister_v2 on device 0: ");
+    BAD_STATUS(kvs_host_register(0, own + 64, 64), "some of the 64 bytes");
+    BAD_STATUS(kvs_host_register(0, own, 4096), "are pinned already");
     CHECK(kvs_pinned_alloc(0, 64, &other) == KVS_STATUS_OK);
     // Each ends with the call that belongs to it, and once.
     BAD_STATUS(kvs_pinned_free(own), "no pinned memory was allocated there");
@@ -357,6 +367,50 @@ static void views_share_staging_that_can_be_freed(void) {
     kvs_context_free(ctx);
 }
 
+static void tensors_of_a_device_are_written_and_read_like_any_other(void) {
+    open_context();
+    kvs_plane k;
+    CHECK(kvs_kv_plane(ctx, 0, 0, 0, &k, NULL) == KVS_STATUS_OK);
+    uint8_t blob[8 + 4 + 8], row[8];
+    kvs_state_writer *writer = NULL;
+    const uint32_t n = 1;
+    CHECK(kvs_state_writer_new(0, NULL, &writer) == KVS_STATUS_OK);
+    CHECK(kvs_state_writer_write(writer, &n, sizeof n) == KVS_STATUS_OK);
+    CHECK(kvs_state_writer_write_tensor(writer, NULL, k.data, 8, 8) == KVS_STATUS_OK);
+    CHECK(kvs_state_writer_get_data(writer, blob, sizeof blob) == sizeof blob);
+    kvs_state_writer_free(writer);
+    for (int i = 0; i < 8; i++) CHECK(blob[12 + i] == 9 + i);
+
+    kvs_state_reader *reader = NULL;
+    uint32_t found = 0;
+    CHECK(kvs_state_reader_new(0, blob, sizeof blob, NULL, &reader) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_read(reader, &found, sizeof found) == KVS_STATUS_OK && found == 1);
+    CHECK(kvs_state_reader_skip_tensor(reader, 8) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_rewind(reader) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_read(reader, &found, sizeof found) == KVS_STATUS_OK);
+    BAD_STATUS(kvs_state_reader_read_tensor(reader, NULL, k.data, 508, 8), "the 8 bytes from");
+    CHECK(kvs_state_reader_read_tensor(reader, NULL, k.data, 16, 8) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_finish(reader) == KVS_STATUS_OK);
+    kvs_state_reader_free(reader);
+    CHECK(kvs_kv_get(ctx, 0, 0, 0, KVS_KV_K, 16, row, 8) == KVS_STATUS_OK && memcmp(row, blob + 12, 8) == 0);
+    kvs_context_free(ctx);
+}
+
+static void a_state_that_stays_on_the_device_can_be_dropped(void) {
+    open_context();
+    uint8_t blob[256];
+    const size_t n = kvs_state_seq_get_data_ext(ctx, blob, sizeof blob, 0, KVS_STATE_SEQ_FLAGS_ON_DEVICE);
+    kvs_memory_usage usage = kvs_memory_usage_default();
+    CHECK(n > 0 && kvs_memory_usage_get(ctx, &usage) == KVS_STATUS_OK && usage.on_device_states_device > 0);
+    CHECK(kvs_state_seq_set_data_ext(ctx, blob, n, 1, KVS_STATE_SEQ_FLAGS_ON_DEVICE) == n);
+    CHECK(kvs_state_seq_drop_on_device(ctx, 0) == KVS_STATUS_OK && kvs_state_seq_drop_on_device(ctx, 0) == KVS_STATUS_OK);
+    CHECK(kvs_memory_usage_get(ctx, &usage) == KVS_STATUS_OK && usage.on_device_states_device == 0);
+    FAILS(kvs_state_seq_set_data_ext(ctx, blob, n, 1, KVS_STATE_SEQ_FLAGS_ON_DEVICE), 0, KVS_STATUS_NO_DEVICE_STATE, "");
+    NO_HANDLE_STATUS(kvs_state_seq_drop_on_device(NULL, 0));
+    FAILS(kvs_state_seq_drop_on_device(ctx, 2), KVS_STATUS_INVALID_ARGUMENT, KVS_STATUS_INVALID_ARGUMENT, "seq_id 2");
+    kvs_context_free(ctx);
+}
+
 static void a_call_of_the_driver_that_fails_is_named(void) {
     open_context();
     state before = save(ctx, 0);
@@ -377,4 +431,5 @@ MAIN(CASE(devices_are_checked_by_number), CASE(layers_on_two_devices_and_the_hos
      CASE(the_driver_says_whose_memory_an_address_is), CASE(a_save_runs_behind_what_is_queued_on_the_stream), CASE(streams_that_make_no_sense_are_refused),
      CASE(a_stream_that_is_being_captured_fails_the_calls), CASE(pinned_memory_takes_and_gives_states),
      CASE(pinned_memory_that_makes_no_sense_is_refused), CASE(views_share_staging_that_can_be_freed),
+     CASE(tensors_of_a_device_are_written_and_read_like_any_other), CASE(a_state_that_stays_on_the_device_can_be_dropped),
      CASE(a_call_of_the_driver_that_fails_is_named))

@@ -507,10 +507,9 @@ static void a_null_argument_fails_every_call(void) {
     CHECK(kvs_snapshot_save_file_start(snapshot, "slot", NULL, 0, NULL, &job) == KVS_STATUS_OK);
     BAD_STATUS(kvs_job_progress(job, NULL, &done), "done_out: NULL");
     BAD_STATUS(kvs_job_progress(job, &done, NULL), "total_out: NULL");
-    BAD_STATUS(kvs_job_wait(job, NULL), "size_out: NULL");
     CHECK(done == 7);
-    size_t size = 0;
-    CHECK(kvs_job_wait(job, &size) == KVS_STATUS_OK && size > 0);
+    // The size is not always wanted.
+    CHECK(kvs_job_wait(job, NULL) == KVS_STATUS_OK && is_there("slot"));
     kvs_job_free(job);
     kvs_snapshot_free(snapshot);
     kvs_context_free(ctx);

@@ -415,7 +415,7 @@ static void layouts_without_room_are_refused_before_anything_changes(void) {
     OK(kvs_state_reader_rewind(reader));
     BAD_STATUS(kvs_state_reader_read_kv_cache(reader, &view, &out), text);
     BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, &null, NULL), "sinfos_out[0].idxs: NULL");
-    BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, NULL, &in), "sinfos_in.idxs: NULL for 2 elements");
+    BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, NULL, &in), "sinfos_in.idxs: NULL, with a count of 2");
     text = "sinfos_in[0].n: 4294967295, a stream has kv_size 16 cells";
     BAD_STATUS(kvs_kv_cache_state_read_sinfo(&view, &io, 1, 0, NULL, &longer), text);
     BAD_STATUS(kvs_state_reader_plan_kv_cache(reader, &view, 0, NULL, &longer), text);
@@ -466,7 +466,7 @@ static void a_shared_view_writes_and_reads_nothing(void) {
     bare.shared = 1;
     CHECK(equal(save_view(bare, 0), save_view(view, 0)));
     bare.shared = 0;
-    BAD_STATUS(kvs_kv_cache_state_write(&bare, &io, 0, 0), "view.k: NULL for 1 elements");
+    BAD_STATUS(kvs_kv_cache_state_write(&bare, &io, 0, 0), "view.k: NULL, with a count of 1");
     kvs_context_free(ctx);
 }
 
@@ -613,7 +613,7 @@ static void a_view_that_makes_no_sense_is_refused_by_field(void) {
             "view.v[0].shape: 4 channels of 2-byte elements, cells 1 and channels 32 apart: 16 cells overlap");
     REFUSED(c.v_plane.reserved = 1, "view.v[0].reserved: 1, it is 0");
     REFUSED(c.head = N_CELL + 1, "view.head[0]: 17, at most kv_size 16");
-    REFUSED(view.k = NULL, "view.k: NULL for 1 elements");
+    REFUSED(view.k = NULL, "view.k: NULL, with a count of 1");
     REFUSED(view.n_layer = UINT32_MAX, "view.n_layer: 4294967295, at most 65536");
     REFUSED(view.kv_size = 0, "view.kv_size: 0, a stream has cells");
     REFUSED(view.n_stream = 2, "view.n_stream: 2 with n_seq_max 3, it is 1 or as many");
@@ -802,8 +802,8 @@ static void sections_of_the_caller_stand_beside_a_view(void) {
     const size_t size = kvs_state_writer_get_data(writer, bytes, sizeof bytes);
     CHECK(size > 0 && kvs_state_writer_size(writer) == size && c.n_get == 1);
     CHECK(memcmp(bytes + 8, "meta", 4) == 0 && memcmp(bytes + size - 9, "abcdefCDE", 9) == 0);
-    BAD_STATUS(kvs_state_writer_write(writer, NULL, 1), "src: NULL for 1 elements");
-    BAD(kvs_state_writer_get_data(writer, NULL, 1), 0, "dst: NULL for 1 elements");
+    BAD_STATUS(kvs_state_writer_write(writer, NULL, 1), "src: NULL, with a count of 1");
+    BAD(kvs_state_writer_get_data(writer, NULL, 1), 0, "dst: NULL, with a count of 1");
     bytes[0] = 0xa5;
     FAILS(kvs_state_writer_get_data(writer, bytes, size - 1), 0, KVS_STATUS_BUFFER_TOO_SMALL, "buffer too small");
     CHECK(bytes[0] == 0xa5 && kvs_state_writer_get_data(writer, bytes, size) == size);
@@ -822,7 +822,7 @@ static void sections_of_the_caller_stand_beside_a_view(void) {
     CHECK(kvs_state_reader_left(reader) == 0 && kvs_state_reader_offset(reader) == size);
     FAILS(kvs_state_reader_skip_tensor(reader, 1), KVS_STATUS_TRUNCATED, KVS_STATUS_TRUNCATED, "truncated state: tensor");
     FAILS(kvs_state_reader_read(reader, meta, 1), KVS_STATUS_TRUNCATED, KVS_STATUS_TRUNCATED, "truncated state: metadata");
-    BAD_STATUS(kvs_state_reader_read(reader, NULL, 1), "dst: NULL for 1 elements");
+    BAD_STATUS(kvs_state_reader_read(reader, NULL, 1), "dst: NULL, with a count of 1");
     OK(kvs_state_reader_rewind(reader));
     OK(kvs_state_reader_read(reader, meta, 4));
     OK(kvs_state_reader_read_kv_cache(reader, &view, NULL));
@@ -861,7 +861,7 @@ static void a_file_is_that_of_a_context_and_comes_back(void) {
     uint8_t a[STATE], b[STATE];
     CHECK(file_bytes("viewed", a) == size && file_bytes("managed", b) == size && memcmp(a, b, size) == 0);
     BAD(kvs_state_writer_save_file(writer, NULL, tokens, 3, true), 0, "filepath: NULL");
-    BAD(kvs_state_writer_save_file(writer, "viewed", NULL, 3, true), 0, "tokens: NULL for 3 elements");
+    BAD(kvs_state_writer_save_file(writer, "viewed", NULL, 3, true), 0, "tokens: NULL, with a count of 3");
     FAILS(kvs_state_writer_save_file(writer, "no/such/folder", tokens, 3, true), 0, KVS_STATUS_IO, "no/such/folder");
     kvs_state_writer_free(writer);
 
@@ -1399,7 +1399,7 @@ static void a_null_argument_fails_every_call(void) {
     BAD_STATUS(kvs_state_reader_new(0, s.data, s.size, NULL, NULL), "reader_out: NULL");
     BAD_STATUS(kvs_state_reader_open_file(0, "x", 0, NULL, NULL), "reader_out: NULL");
     BAD_STATUS(kvs_state_reader_new_on_device(0, s.data, s.size, 0, NULL, NULL, NULL), "reader_out: NULL");
-    BAD_STATUS(kvs_state_reader_new(0, NULL, 8, NULL, &reader), "src: NULL for 8 elements");
+    BAD_STATUS(kvs_state_reader_new(0, NULL, 8, NULL, &reader), "src: NULL, with a count of 8");
     const kvs_seq_id bad[] = {-2, 256, INT32_MIN, INT32_MAX};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         BAD_STATUS(kvs_state_writer_new(bad[i], NULL, &writer), "is out of range [0, 256)");

@@ -106,7 +106,7 @@ impl Engine {
 
     pub fn stream(&self) -> CallerStream {
         // SAFETY: it lives as long as the engine, which outlives the context in every test.
-        unsafe { CallerStream::new(0, self.stream.cast()) }
+        unsafe { CallerStream::new(0, self.stream.cast()) }.expect("a stream of device 0")
     }
 
     /// Queues a write of all bytes of a plane.

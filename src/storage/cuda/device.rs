@@ -151,6 +151,12 @@ impl Device {
         Driver::get().ok()?.device_of(addr)
     }
 
+    /// The device whose memory `addr` is in, if the host cannot reach it there. Does not load a driver.
+    pub(in crate::storage) fn hiding(addr: u64) -> Option<i32> {
+        let driver = Driver::in_use()?;
+        driver.device_of(addr).filter(|_| !driver.is_managed(addr))
+    }
+
     /// Its number, as the driver counts.
     #[must_use]
     pub fn ordinal(&self) -> i32 {
@@ -223,6 +229,17 @@ impl Bound<'_> {
 
     pub fn ordinal(&self) -> i32 {
         self.device.ordinal
+    }
+
+    /// Whether a stream is one of the device's primary context.
+    ///
+    /// # Safety
+    /// It is a live stream.
+    pub unsafe fn owns(&self, stream: Handle) -> Result<bool> {
+        let mut context = ptr::null_mut();
+        // SAFETY: by contract; `context` can be written. Default streams are those of the current context, which is the device's.
+        unsafe { self.driver().stream_get_ctx(self.ordinal(), stream.0, &raw mut context)? };
+        Ok(context == self.device.context.0)
     }
 
     pub fn synchronize(&self, stream: Handle) -> Result<()> {

@@ -31,6 +31,7 @@ pub(super) mod code {
     pub const OUT_OF_MEMORY: u32 = 2;
     pub const NO_DEVICE: u32 = 100;
     pub const UNSUPPORTED_PTX_VERSION: u32 = 222;
+    pub const HOST_MEMORY_ALREADY_REGISTERED: u32 = 712;
 }
 
 /// The oldest driver that takes PTX 8.0, as `cuDriverGetVersion` counts: CUDA 12.0, r525.
@@ -89,6 +90,7 @@ calls! {
     stream_destroy = "cuStreamDestroy_v2"(stream: *mut c_void);
     stream_synchronize = "cuStreamSynchronize"(stream: *mut c_void);
     stream_wait_event = "cuStreamWaitEvent"(stream: *mut c_void, event: *mut c_void, flags: c_uint);
+    stream_get_ctx = "cuStreamGetCtx"(stream: *mut c_void, out: *mut *mut c_void);
     stream_is_capturing = "cuStreamIsCapturing"(stream: *mut c_void, out: *mut c_int);
     event_create = "cuEventCreate"(out: *mut *mut c_void, flags: c_uint);
     event_record = "cuEventRecord"(event: *mut c_void, stream: *mut c_void);
@@ -148,6 +150,8 @@ enum Unusable {
     TooOld { version: c_int },
 }
 
+static DRIVER: OnceLock<Result<Driver, Unusable>> = OnceLock::new();
+
 /// A driver that has been initialised.
 pub(super) struct Driver {
     symbols: Symbols,
@@ -158,7 +162,6 @@ pub(super) struct Driver {
 impl Driver {
     /// The driver of this process; what was found the first time stays.
     pub fn get() -> Result<&'static Self> {
-        static DRIVER: OnceLock<Result<Driver, Unusable>> = OnceLock::new();
         let no_cuda = |reason| Err(Error::NoCuda { reason });
         match DRIVER.get_or_init(Self::find) {
             Ok(driver) => Ok(driver),
@@ -172,6 +175,13 @@ impl Driver {
             Err(Unusable::Init { code, name }) => no_cuda(format!("cuInit: {name} ({code})")),
             Err(Unusable::TooOld { version }) => Err(Self::too_old(*version)),
         }
+    }
+
+    /// The driver, if this library or the program around it uses one; it is not loaded for this question.
+    pub fn in_use() -> Option<&'static Self> {
+        static IS_LOADED: OnceLock<bool> = OnceLock::new();
+        let is_loaded = || *IS_LOADED.get_or_init(is_loaded);
+        if DRIVER.get().is_some() || is_loaded() { Self::get().ok() } else { None }
     }
 
     fn find() -> Result<Self, Unusable> {
@@ -217,15 +227,43 @@ impl Driver {
     pub fn device_of(&self, addr: DevicePtr) -> Option<i32> {
         const MEMORY_TYPE: c_int = 2;
         const DEVICE_ORDINAL: c_int = 9;
-        const DEVICE: c_uint = 2;
-        let (mut memory_type, mut ordinal): (c_uint, c_int) = (0, -1);
-        // SAFETY: the attributes are of these types; an address that the driver does not know is an error.
-        let known = unsafe {
-            (self.probes.pointer_get_attribute)((&raw mut memory_type).cast(), MEMORY_TYPE, addr) == 0
-                && (self.probes.pointer_get_attribute)((&raw mut ordinal).cast(), DEVICE_ORDINAL, addr) == 0
-        };
-        (known && memory_type == DEVICE).then_some(ordinal)
+        const DEVICE: c_int = 2;
+        let is_device = self.pointer_attribute(MEMORY_TYPE, addr) == Some(DEVICE);
+        is_device.then(|| self.pointer_attribute(DEVICE_ORDINAL, addr)).flatten()
     }
+
+    /// Whether the host reads and writes `addr` as well, wherever the driver keeps it.
+    pub fn is_managed(&self, addr: DevicePtr) -> bool {
+        const IS_MANAGED: c_int = 8;
+        self.pointer_attribute(IS_MANAGED, addr) == Some(1)
+    }
+
+    /// An attribute that is a number, or a flag; `None` for an address that the driver does not know.
+    fn pointer_attribute(&self, which: c_int, addr: DevicePtr) -> Option<c_int> {
+        // A flag is a byte of it.
+        let mut value: c_int = 0;
+        // SAFETY: the attributes that are asked for are no larger; an unknown address is an error.
+        let code = unsafe { (self.probes.pointer_get_attribute)((&raw mut value).cast(), which, addr) };
+        (code == 0).then_some(value)
+    }
+}
+
+/// Whether libcuda is in the process already.
+fn is_loaded() -> bool {
+    #[cfg(unix)]
+    {
+        use libloading::os::unix::{Library, RTLD_LAZY};
+        /// Of glibc and musl.
+        const RTLD_NOLOAD: c_int = 4;
+        // SAFETY: nothing is loaded, and so nothing initialised.
+        unsafe { Library::open(Some("libcuda.so.1"), RTLD_LAZY | RTLD_NOLOAD) }.is_ok()
+    }
+    #[cfg(windows)]
+    {
+        libloading::os::windows::Library::open_already_loaded("nvcuda.dll").is_ok()
+    }
+    #[cfg(not(any(unix, windows)))]
+    false
 }
 
 impl Probes {

@@ -19,13 +19,16 @@ const DEFAULT_COUNT: usize = 4;
 /// Staging buffers on the device: a kernel works on one while the other is copied.
 const N_DEVICE: usize = 2;
 
+/// Lanes of a device that are kept when nobody uses them: one for calls, one for a save in the background.
+const MAX_IDLE: usize = 2;
+
 /// Bytes below which a lack of memory is no longer answered by smaller buffers.
 const MIN_SIZE: u64 = 64 << 10;
 
 /// A stream of the caller's, on which its work with the cache runs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct CallerStream {
-    pub(super) ordinal: i32,
+    device: Arc<Device>,
     handle: Handle,
 }
 
@@ -33,30 +36,45 @@ impl CallerStream {
     /// The stream `handle` (a `CUstream` or `cudaStream_t`) of a device. NULL and the driver's other two numbers for
     /// default streams are streams as well.
     ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if it is a stream of another device or context; those of [`Device::open`].
+    ///
     /// # Safety
-    /// It is a live stream of the device's primary context, as long as it is named.
-    #[must_use]
-    pub unsafe fn new(ordinal: i32, handle: *mut c_void) -> Self {
-        Self { ordinal, handle: Handle(handle) }
+    /// It is a live stream, as long as it is named.
+    pub unsafe fn new(ordinal: i32, handle: *mut c_void) -> Result<Self> {
+        let device = Device::open(ordinal)?;
+        let bound = device.bind()?;
+        // SAFETY: the stream is live, by contract.
+        if !unsafe { bound.owns(Handle(handle))? } {
+            let reason = format!("{handle:p} is no stream of the primary context of device {ordinal}");
+            return Err(Error::arg("stream", reason));
+        }
+        drop(bound);
+        Ok(Self { device, handle: Handle(handle) })
     }
 
     /// Which device it is on.
     #[must_use]
     pub fn ordinal(&self) -> i32 {
-        self.ordinal
+        self.device.ordinal()
+    }
+
+    /// As [`CallerStream::check`], by itself.
+    pub(in crate::storage) fn check_now(&self) -> Result<()> {
+        self.check(&self.device.bind()?)
     }
 
     /// Checks that work can be ordered behind it.
     pub(super) fn check(&self, bound: &Bound<'_>) -> Result<()> {
         let mut is_capturing: c_int = 0;
         // SAFETY: the stream is live, by contract; `is_capturing` can be written.
-        unsafe { bound.driver().stream_is_capturing(self.ordinal, self.handle.0, &raw mut is_capturing)? };
+        unsafe { bound.driver().stream_is_capturing(self.ordinal(), self.handle.0, &raw mut is_capturing)? };
         if is_capturing == 0 {
             return Ok(());
         }
         Err(Error::arg(
             "stream",
-            format!("the one of device {} is being captured into a graph", self.ordinal),
+            format!("the one of device {} is being captured into a graph", self.ordinal()),
         ))
     }
 }
@@ -431,15 +449,17 @@ impl Drop for LaneGuard {
         // An error left work behind. A lane that cannot even be waited for is given up.
         let device = Arc::clone(&lane.device);
         let is_lost = lane.is_busy && device.bind().and_then(|bound| lane.wait(&bound)).is_err();
+        let mut idle = self.staging.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        let n_idle = idle.iter().filter(|lane| lane.device.ordinal() == device.ordinal()).count();
+        let is_kept = !is_lost && n_idle < MAX_IDLE;
         let (before, after) =
-            (self.taken_with, if is_lost { StagingReport::default() } else { lane.bytes() });
+            (self.taken_with, if is_kept { lane.bytes() } else { StagingReport::default() });
         let mut report = self.staging.lock_report();
         report.device = report.device + after.device - before.device;
         report.pinned = report.pinned + after.pinned - before.pinned;
         drop(report);
-        if is_lost {
-            return;
+        if is_kept {
+            idle.push(lane);
         }
-        self.staging.idle.lock().unwrap_or_else(PoisonError::into_inner).push(lane);
     }
 }

@@ -7,7 +7,7 @@ use std::slice;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::device::{Device, new_event, to_usize, told};
-use super::driver::{DevicePtr, Driver, Handle, is_out_of_memory};
+use super::driver::{DevicePtr, Driver, Handle, code, is_out_of_memory};
 use crate::error::{Error, Result};
 
 /// Alignment of planes in an allocation, bytes; the driver's own is as large.
@@ -201,7 +201,7 @@ pub fn free_pinned(addr: usize) -> Result<()> {
 /// Pins `size` bytes at `ptr`, which are the caller's, until [`unregister_host`].
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for no bytes, those of [`Device::open`], [`Error::Device`].
+/// [`Error::InvalidArgument`] for no bytes, or some that are pinned already; those of [`Device::open`]; [`Error::Device`].
 ///
 /// # Safety
 /// They are the caller's, and stay until they are unregistered.
@@ -213,7 +213,13 @@ pub unsafe fn register_host(ordinal: i32, ptr: *mut u8, size: usize) -> Result<(
     let device = Device::open(ordinal)?;
     let bound = device.bind()?;
     // SAFETY: by contract.
-    unsafe { bound.driver().mem_host_register(ordinal, ptr.cast::<c_void>(), size, PORTABLE)? };
+    let done = unsafe { bound.driver().mem_host_register(ordinal, ptr.cast::<c_void>(), size, PORTABLE) };
+    done.map_err(|error| match error {
+        Error::Device { code: code::HOST_MEMORY_ALREADY_REGISTERED, .. } => {
+            Error::arg("ptr", format!("some of the {size} bytes at {ptr:p} are pinned already"))
+        }
+        error => error,
+    })?;
     drop(bound);
     let range = Pinned { size, allocation: None, device };
     PINNED.lock().unwrap_or_else(PoisonError::into_inner).insert(ptr.addr(), range);

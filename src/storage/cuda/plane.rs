@@ -63,11 +63,18 @@ pub(in crate::storage) struct DevicePlane {
 
 impl DevicePlane {
     /// The caller's memory at `ptr`, on whatever device it is.
-    pub fn adopt(ptr: DevicePtr, shape: PlaneShape) -> Result<Self> {
+    pub fn adopt(ptr: DevicePtr, kv_size: u32, shape: PlaneShape) -> Result<Self> {
         super::probe()?;
         let Some(ordinal) = Device::ordinal_of(ptr) else {
             return Err(Error::arg("ptr", format!("{ptr:#x} is no memory of a device")));
         };
+        // One allocation can be several mappings, so where it ends is not asked for.
+        let span = shape.span(kv_size).unwrap_or(u64::MAX);
+        let last = ptr.checked_add(span - 1);
+        if last.and_then(Device::ordinal_of) != Some(ordinal) {
+            let reason = format!("the {span} bytes from {ptr:#x} on leave the memory of device {ordinal}");
+            return Err(Error::arg("ptr", reason));
+        }
         Ok(Self { device: Device::open(ordinal)?, grid: DeviceGrid::new(ptr, shape)?, allocation: None })
     }
 

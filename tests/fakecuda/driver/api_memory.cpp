@@ -270,6 +270,7 @@ FAKECUDA_EXPORT CUresult cuPointerGetAttribute(void *out, int which, CUdeviceptr
         case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
             *static_cast<unsigned *>(out) = context ? CU_MEMORYTYPE_DEVICE : CU_MEMORYTYPE_HOST;
             break;
+        case CU_POINTER_ATTRIBUTE_IS_MANAGED: *static_cast<bool *>(out) = false; break;
         case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *static_cast<int *>(out) = context ? context->ordinal : 0; break;
         case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR: *static_cast<CUdeviceptr *>(out) = range->start; break;
         case CU_POINTER_ATTRIBUTE_RANGE_SIZE: *static_cast<size_t *>(out) = range->bytes; break;
