@@ -78,9 +78,9 @@ impl ContextParams {
 /// Bytes of memory that a context has taken. Adopted memory is not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryUsage {
-    /// K and V in host memory; pages that were never written are no memory yet.
+    /// Planes of the sections in host memory; pages that were never written are no memory yet.
     pub kv_host: u64,
-    /// K and V in the memory of devices.
+    /// Planes of the sections in the memory of devices.
     pub kv_device: u64,
     /// Tensors of `ON_DEVICE` states in host memory.
     pub device_states_host: u64,

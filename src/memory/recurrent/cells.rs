@@ -104,8 +104,11 @@ impl RecurrentCells {
         self.owners(cell).next().is_some()
     }
 
-    fn n_used(&self) -> usize {
-        (0..self.size()).filter(|&cell| self.is_used(cell)).count()
+    /// By cell: how many sequences have it.
+    fn n_owners(&self) -> Vec<u32> {
+        let mut n_owners = vec![0; self.tails.len()];
+        self.tails.iter().flatten().for_each(|tail| n_owners[tail.cell as usize] += 1);
+        n_owners
     }
 
     /// Every state once, by cell.
@@ -226,9 +229,15 @@ impl RecurrentCells {
         }
     }
 
-    fn next_empty(&self, from: u32) -> Option<u32> {
-        let size = self.size();
-        (0..size).map(|i| (from + i) % size).find(|&cell| !self.is_used(cell))
+    /// What is in one cell is in the other one now.
+    fn swap(&mut self, a: u32, b: u32) {
+        for tail in self.tails.iter_mut().flatten() {
+            tail.cell = match tail.cell {
+                cell if cell == a => b,
+                cell if cell == b => a,
+                cell => cell,
+            };
+        }
     }
 
     /// Neighbouring cells for the sequence sets of a ubatch, in order, with the last position of each; `None` if there are
@@ -243,44 +252,48 @@ impl RecurrentCells {
             let slot = RecurrentSlot { head: self.head, sources: Vec::new(), moves: Vec::new() };
             return Some(FoundSlot { slot, after });
         }
-        if after.head as usize > after.n_used() + 2 * sets.len() {
+        let mut n_owners = self.n_owners();
+        let n_used = n_owners.iter().filter(|&&n| n > 0).count();
+        if after.head as usize > n_used + 2 * sets.len() {
             after.head = 0;
         }
         let first_of = |seqs: SeqSet| seqs.iter().next();
         for &(seqs, _) in sets {
             // They share the first one's state.
-            seqs.iter().skip(1).for_each(|seq| after.tails[seq.index()] = None);
+            for tail in seqs.iter().skip(1).filter_map(|seq| after.tails[seq.index()].take()) {
+                n_owners[tail.cell as usize] -= 1;
+            }
         }
         // Where the state of each cell is now.
-        let mut rows: Vec<Option<u32>> = (0..size).map(|cell| after.is_used(cell).then_some(cell)).collect();
+        let mut rows: Vec<Option<u32>> =
+            (0..).zip(&n_owners).map(|(cell, &n)| (n > 0).then_some(cell)).collect();
         let mut search = after.head;
-        let (mut min, mut max) = (size, 0);
+        let mut min = size;
         let mut sources = Vec::with_capacity(sets.len());
         for &(seqs, pos) in sets {
             let seq = first_of(seqs)?;
             let tail = after.tail(seq);
             sources.push(tail.map(|tail| self.row(tail)));
-            let own = tail.filter(|tail| after.owners(tail.cell).count() == 1);
-            let cell = if let Some(tail) = own {
-                tail.cell
-            } else {
-                let cell = after.next_empty(search)?;
-                search = (cell + 1) % size;
-                cell
+            let cell = match tail {
+                Some(tail) if n_owners[tail.cell as usize] == 1 => tail.cell,
+                _ => {
+                    let mut from_search = (0..size).map(|i| (search + i) % size);
+                    let cell = from_search.find(|&cell| n_owners[cell as usize] == 0)?;
+                    search = cell + 1;
+                    n_owners[cell as usize] = 1;
+                    if let Some(tail) = tail {
+                        n_owners[tail.cell as usize] -= 1;
+                    }
+                    cell
+                }
             };
             after.tails[seq.index()] = Some(Tail { cell, pos, rollback: 0 });
-            (min, max) = (min.min(cell), max.max(cell));
+            min = min.min(cell);
         }
         for (&(seqs, _), to) in sets.iter().zip(min..) {
             let from = after.tail(first_of(seqs)?)?.cell;
             rows.swap(to as usize, from as usize);
-            for tail in after.tails.iter_mut().flatten() {
-                if tail.cell == from {
-                    tail.cell = to;
-                } else if tail.cell == to {
-                    tail.cell = from;
-                }
-            }
+            after.swap(to, from);
         }
         for &(seqs, _) in sets {
             let tail = after.tail(first_of(seqs)?);
@@ -290,7 +303,7 @@ impl RecurrentCells {
         let n_sets = u32::try_from(sets.len()).ok()?;
         let is_of_ubatch = |cell: u32| (min..min + n_sets).contains(&cell);
         let others = (0..size).zip(&rows).filter_map(|(cell, &row)| Some((cell, row?)));
-        let others = others.filter(|&(cell, row)| cell != row && !is_of_ubatch(cell) && after.is_used(cell));
+        let others = others.filter(|&(cell, row)| cell != row && !is_of_ubatch(cell));
         let moves = others
             .flat_map(|(cell, row)| (0..=self.n_rs_seq).map(move |k| (k * size + cell, k * size + row)))
             .collect();
