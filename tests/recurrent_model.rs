@@ -61,7 +61,8 @@ struct Sequence {
     states: Vec<Vec<u8>>,
     /// Who has had the same row since the last ubatch: positions of these move together.
     row: usize,
-    is_rolled_back: bool,
+    /// By so many tokens, since the last ubatch.
+    rollback: usize,
 }
 
 struct Model {
@@ -83,17 +84,21 @@ impl Model {
         let row = self.row();
         let own = &mut self.seqs[seq];
         let first = own.pos.map_or(0, |pos| pos + 1);
+        // The planes before the one that it goes on from are lost.
+        let n_planes = N_RS_SEQ as usize + 1 - own.rollback;
+        own.states.drain(..own.states.len().saturating_sub(n_planes));
         let positions: Vec<Pos> = (first..).take(n).collect();
         let mut newest = own.states.last().cloned().unwrap_or(vec![0; recurrence::STATE_BYTES]);
         for &pos in &positions {
             newest = recurrence::step(&newest, pos);
             own.states.push(newest.clone());
         }
-        (own.pos, own.row, own.is_rolled_back) = (positions.last().copied(), row, false);
+        (own.pos, own.row, own.rollback) = (positions.last().copied(), row, 0);
         positions
     }
 
-    /// Whether it can be cut, and whether what is left is known: states before a restore are not there any more.
+    /// Whether it can be cut, and whether what is left is known: states before a restore, or before a rollback, are not there any
+    /// more.
     fn cut(&mut self, seq: usize, n: Pos) -> (bool, bool) {
         let own = &mut self.seqs[seq];
         let Some(pos) = own.pos else { return (true, true) };
@@ -102,12 +107,13 @@ impl Model {
             *own = Sequence::default();
             return (true, true);
         }
-        if own.is_rolled_back || n.unsigned_abs() > N_RS_SEQ {
+        if own.rollback > 0 || n.unsigned_abs() > N_RS_SEQ {
             return (false, true);
         }
-        let left = own.states.len().saturating_sub(usize::try_from(n).expect("a count"));
+        own.rollback = usize::try_from(n).expect("a count");
+        let left = own.states.len().saturating_sub(own.rollback);
         own.states.truncate(left);
-        (own.pos, own.is_rolled_back) = (Some(p0 - 1), true);
+        own.pos = Some(p0 - 1);
         (true, left > 0)
     }
 
@@ -166,7 +172,7 @@ fn run(ops: &[Op]) {
                 let (can, is_known) = model.cut(seq, n);
                 assert_eq!(ctx.seq_rm(id(seq), pos - n + 1, -1).unwrap(), can, "{op:?}");
                 if !is_known {
-                    // It was restored since: its older states are not there, and a server that cuts into them is on its own.
+                    // Its older states are not in the planes, and a server that cuts into them is on its own.
                     assert!(ctx.seq_rm(id(seq), -1, -1).unwrap());
                     model.seqs[seq] = Sequence::default();
                 }
@@ -204,7 +210,7 @@ fn run(ops: &[Op]) {
                 let row = model.row();
                 let Sequence { pos, states, .. } = model.seqs[src].clone();
                 let states = states.last().cloned().into_iter().collect();
-                model.seqs[dst] = Sequence { pos, states, row, is_rolled_back: false };
+                model.seqs[dst] = Sequence { pos, states, row, rollback: 0 };
             }
             Op::Whole => {
                 let mut state = vec![0; usize::try_from(ctx.state_get_size().unwrap()).unwrap()];
@@ -215,7 +221,7 @@ fn run(ops: &[Op]) {
                     let row = ctx.recurrent_state(0, id(seq)).unwrap().map_or(0, |state| state.row as usize);
                     let own = &mut model.seqs[seq];
                     own.states = own.states.last().cloned().into_iter().collect();
-                    (own.row, own.is_rolled_back) = (usize::MAX - row, false);
+                    (own.row, own.rollback) = (usize::MAX - row, 0);
                 }
             }
             Op::Clear => {
