@@ -153,6 +153,21 @@ fn the_end_is_cut_off_once_by_as_many_positions_as_there_are_rollback_planes() {
 }
 
 #[test]
+fn as_much_can_be_cut_off_as_the_last_ubatch_had_before_its_last_token() {
+    let mut ctx = context(2);
+    decode(&mut ctx, 0, 20);
+    assert_eq!(ctx.max_cut(0).expect("a sequence"), Some(2));
+    decode(&mut ctx, 0, 21);
+    assert_eq!(ctx.max_cut(0).expect("a sequence"), Some(0));
+    decode(&mut ctx, 0, 23);
+    ctx.seq_cp(0, 1, -1, -1).expect("sequences");
+    assert_eq!(ctx.max_cut(1).expect("a sequence"), Some(1));
+    let blob = save(&mut ctx, 0, NONE);
+    restore(&mut ctx, &blob, 1, NONE);
+    assert_eq!(ctx.max_cut(1).expect("a sequence"), Some(0));
+}
+
+#[test]
 fn a_removed_sequence_leaves_no_row_behind() {
     let mut ctx = context(3);
     (0..3).for_each(|seq| decode(&mut ctx, seq, 20));

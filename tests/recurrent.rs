@@ -111,6 +111,24 @@ fn what_can_be_removed_is_known_before() {
 }
 
 #[test]
+fn as_much_can_be_cut_off_as_the_last_ubatch_had_before_its_last_token() {
+    let mut ctx = hybrid(3, 3);
+    assert_eq!(ctx.max_cut(0).expect("a sequence"), None, "there is no state yet");
+    decode(&mut ctx, 3, 0, 0..10);
+    assert_eq!(ctx.max_cut(0).expect("a sequence"), Some(3));
+    decode(&mut ctx, 3, 0, 10..12);
+    assert_eq!(ctx.max_cut(0).expect("a sequence"), Some(1));
+    ctx.seq_cp(0, 1, -1, -1).expect("sequences");
+    assert_eq!(ctx.max_cut(1).expect("a sequence"), Some(1));
+    let blob = save(&mut ctx, 0, NONE);
+    ctx.state_seq_set_data(&blob, 2, NONE).expect("a state");
+    assert_eq!(ctx.max_cut(2).expect("a sequence"), Some(0), "a state is restored without those before it");
+    assert!(ctx.seq_rm(0, 11, -1).expect("a sequence"));
+    assert_eq!(ctx.max_cut(0).expect("a sequence"), Some(0), "a rollback is pending");
+    assert!(ctx.max_cut(3).is_err());
+}
+
+#[test]
 fn a_section_without_states_is_cut_anywhere() {
     let mut ctx = of(
         2,

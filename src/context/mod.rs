@@ -271,6 +271,16 @@ impl Context {
         Ok(self.memory.can_seq_rm(seq, PosRange::new(p0, p1)))
     }
 
+    /// How many positions can be cut off the end of a sequence so that what is left has its states; `None`: any number, as far as
+    /// recurrent and compressed states go. [`Context::seq_rm`] answers as llama.cpp does, which is true for up to `n_rs_seq`
+    /// positions, though fewer may have been in the last ubatch, and none since a restore.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn max_cut(&self, seq_id: SeqId) -> Result<Option<u32>> {
+        Ok(self.memory.max_cut(self.seq(seq_id)?))
+    }
+
     /// Gives the cells of `src` in `[p0, p1)` to `dst` as well, and in recurrent sections its state, whatever the range. Between streams, where nothing can be shared,
     /// the sequence is copied at once and replaces `dst`; the range must hold all of it.
     ///

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use super::Context;
 use crate::cells::{CellMeta, SeqSet};
 use crate::error::{Error, Result};
-use crate::memory::{FoundSlot, KvCache, RecurrentCache, RecurrentSlot, Section};
+use crate::memory::{FoundSlot, KvCache, RecurrentCache, RecurrentSlot, Section, SequenceSet};
 use crate::types::{CellExt, Pos, SeqId};
 
 /// A token of a ubatch.
@@ -33,8 +33,8 @@ pub struct Slot {
 struct Tokens {
     /// Ascending by stream.
     streams: Vec<StreamTokens>,
-    /// For recurrent sections: the sets of sequences in the order of their first tokens, with the last position of each.
-    sets: Vec<(SeqSet, Pos)>,
+    /// For recurrent and DSV4 sections: the sets of sequences in the order of their first tokens.
+    sets: Vec<SequenceSet>,
     /// The set of each token.
     set_of: Vec<usize>,
 }
@@ -94,7 +94,7 @@ impl Context {
             streams[at].tokens.push(i);
             streams[at].metas.push(meta);
         }
-        if self.memory.sections().iter().any(|section| section.as_recurrent().is_some()) {
+        if self.memory.sections().iter().any(|section| !matches!(section, Section::Kv(_) | Section::Shared)) {
             tokens.find_sets(ubatch.len())?;
         }
         let mut sections = Vec::<SectionSlot>::with_capacity(self.n_section());
@@ -152,7 +152,7 @@ impl Context {
                 Some(Section::Recurrent(recurrent)) => {
                     of_section.recurrent.iter().for_each(|found| recurrent.apply(found));
                 }
-                Some(Section::Dsv4(dsv4)) => dsv4.apply(slot.tokens.seqs()),
+                Some(Section::Dsv4(dsv4)) => dsv4.apply(&slot.tokens.sets),
                 Some(Section::Shared) | None => {}
             }
         }
@@ -169,7 +169,7 @@ impl Tokens {
         }
         let mut seen = SeqSet::EMPTY;
         for (i, (seqs, pos)) in of_token.into_iter().enumerate() {
-            let at = self.sets.iter().position(|&(set, _)| set == seqs).unwrap_or(self.sets.len());
+            let at = self.sets.iter().position(|set| set.seqs == seqs).unwrap_or(self.sets.len());
             if at == self.sets.len() {
                 if let Some(seq) = seqs.iter().find(|&seq| seen.contains(seq)) {
                     let reason =
@@ -177,9 +177,10 @@ impl Tokens {
                     return Err(Error::arg(format!("seq_id[{i}]"), reason));
                 }
                 seqs.iter().for_each(|seq| seen.insert(seq));
-                self.sets.push((seqs, pos));
+                self.sets.push(SequenceSet { seqs, pos, n_tokens: 0 });
             }
-            self.sets[at].1 = pos;
+            let set = &mut self.sets[at];
+            (set.pos, set.n_tokens) = (pos, set.n_tokens + 1);
             self.set_of.push(at);
         }
         Ok(())
@@ -205,14 +206,6 @@ impl Tokens {
         let row: Vec<u32> = (found.slot.head..).take(self.sets.len()).collect();
         let cells = self.set_of.iter().map(|&set| row[set]).collect();
         Ok(SectionSlot { cells, recurrent: Some(found) })
-    }
-
-    /// Every sequence that has tokens.
-    fn seqs(&self) -> SeqSet {
-        let mut seqs = SeqSet::EMPTY;
-        let metas = self.streams.iter().flat_map(|stream| &stream.metas);
-        metas.flat_map(|meta| meta.seqs.iter()).for_each(|seq| seqs.insert(seq));
-        seqs
     }
 
     fn take_in_kv(&self, kv: &mut KvCache, cells: &[u32]) {

@@ -33,7 +33,7 @@ pub(crate) use kv_cache::KvCache;
 pub(crate) use kv_read::ReadParams;
 pub(crate) use kv_view::ViewPlan;
 pub(crate) use kv_write::{Scope, WriteParams};
-pub(crate) use recurrent::{FoundSlot, RecurrentCache};
+pub(crate) use recurrent::{FoundSlot, RecurrentCache, SequenceSet};
 pub(crate) use rope::SectionRope;
 pub(crate) use section::Section;
 
@@ -184,6 +184,11 @@ impl Memory {
     pub fn can_seq_rm(&self, seq: Option<Seq>, range: PosRange) -> bool {
         let pos_max = self.raw_pos_max(seq);
         self.sections.iter().all(|section| section.can_seq_rm(seq, range, pos_max))
+    }
+
+    /// How many positions can be cut off the end of a sequence so that its states are there; `None`: any.
+    pub fn max_cut(&self, seq: Seq) -> Option<u32> {
+        self.sections.iter().filter_map(|section| section.max_cut(seq)).min()
     }
 
     /// False, and nothing has changed, if a section cannot remove just that. If it fails, it is removed, and rows that are not used

@@ -163,6 +163,15 @@ impl Section {
         }
     }
 
+    /// How many positions can be cut off the end of a sequence so that its state is there; `None`: any.
+    pub fn max_cut(&self, seq: Seq) -> Option<u32> {
+        match self {
+            Self::Kv(_) | Self::Shared => None,
+            Self::Recurrent(recurrent) => recurrent.max_cut(seq),
+            Self::Dsv4(dsv4) => Some(dsv4.max_cut(seq)),
+        }
+    }
+
     // Sequences. `pos_max` is the last position that attention knows of the sequence.
 
     /// Nothing is held any more. What no cell guards is zeroed with `data` or without.

@@ -12,6 +12,7 @@ pub(crate) use state::Dsv4Plan;
 
 use super::geometry::Streams;
 use super::planes::{self, SectionMemory};
+use super::recurrent::SequenceSet;
 use crate::cells::SeqSet;
 use crate::error::{Error, Result};
 use crate::storage::{self, CellMap, Plane, PlaneShape, Transfer};
@@ -40,6 +41,8 @@ pub(crate) struct Dsv4Cache {
     planes: Vec<Vec<Plane>>,
     /// By sequence: how many tokens before the newest its state is; above 0 it is pending.
     rollback: Vec<u32>,
+    /// By sequence: how many rollback planes behind its state hold states of the tokens before.
+    n_older: Vec<u32>,
     /// The sequences whose rows may not be zero.
     held: SeqSet,
 }
@@ -52,8 +55,8 @@ impl Dsv4Cache {
             SectionMemory::Host => allocated(&geometry, |_| Some(None))?,
             SectionMemory::Devices(devices) => allocated(&geometry, |il| devices.get(il as usize).copied())?,
         };
-        let rollback = vec![0; streams.n_stream as usize];
-        Ok(Self { geometry, planes, rollback, held: SeqSet::EMPTY })
+        let none = vec![0; streams.n_stream as usize];
+        Ok(Self { geometry, planes, rollback: none.clone(), n_older: none, held: SeqSet::EMPTY })
     }
 
     pub fn planes(&self) -> impl Iterator<Item = &Plane> {
@@ -86,13 +89,14 @@ impl Dsv4Cache {
 
     pub fn zero_all(&mut self, transfer: &Transfer) -> Result<()> {
         self.rollback.fill(0);
+        self.n_older.fill(0);
         self.planes.iter_mut().flatten().try_for_each(|plane| plane.zero_all(transfer))?;
         self.held = SeqSet::EMPTY;
         Ok(())
     }
 
     fn zero(&mut self, seq: Seq, transfer: &Transfer) -> Result<()> {
-        self.rollback[seq.index()] = 0;
+        (self.rollback[seq.index()], self.n_older[seq.index()]) = (0, 0);
         if self.held.contains(seq) {
             self.stream_mut(seq.index()).try_for_each(|plane| plane.zero_all(transfer))?;
             self.held.remove(seq);
@@ -124,7 +128,10 @@ impl Dsv4Cache {
         transfer: &Transfer,
     ) -> Result<()> {
         match (Self::cut(seq, range, pos_max), seq) {
-            (Some((seq, n)), _) => self.rollback[seq.index()] = n,
+            (Some((seq, n)), _) => {
+                self.rollback[seq.index()] = n;
+                self.n_older[seq.index()] = self.n_older[seq.index()].saturating_sub(n);
+            }
             (None, Some(seq)) if range.p0 <= 0 => self.zero(seq, transfer)?,
             (None, None) => self.zero_all(transfer)?,
             (None, Some(_)) => {}
@@ -157,14 +164,23 @@ impl Dsv4Cache {
             storage::copy_cells(planes.chunks_mut(n_stream).filter_map(pair).collect(), &map, transfer)?;
         }
         self.rollback[dst.index()] = self.rollback(src);
+        self.n_older[dst.index()] = self.n_older[src.index()];
         Ok(())
     }
 
+    /// How many positions can be cut off the end of a sequence so that its states are there.
+    pub fn max_cut(&self, seq: Seq) -> u32 {
+        if self.rollback(seq) > 0 { 0 } else { self.n_older[seq.index()] }
+    }
+
     /// A ubatch has tokens of these sequences: their rollbacks end.
-    pub fn apply(&mut self, seqs: SeqSet) {
-        for seq in seqs.iter() {
-            self.rollback[seq.index()] = 0;
-            self.held.insert(seq);
+    pub fn apply(&mut self, sets: &[SequenceSet]) {
+        for &SequenceSet { seqs, n_tokens, .. } in sets {
+            for seq in seqs.iter() {
+                self.rollback[seq.index()] = 0;
+                self.n_older[seq.index()] = n_tokens.saturating_sub(1).min(self.geometry.n_rs_seq);
+                self.held.insert(seq);
+            }
         }
     }
 }

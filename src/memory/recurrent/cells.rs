@@ -15,13 +15,26 @@ pub(crate) struct Tail {
     /// How many tokens before the cell's newest state it is: the number of its rollback plane. Above 0 it is pending: the
     /// next ubatch begins with that plane's row.
     pub rollback: u32,
+    /// How many rollback planes behind it hold states of the tokens before.
+    pub n_older: u32,
 }
 
-/// States of one row, and the sequences that have it.
+/// A state, and the sequences that have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeldState {
-    pub tail: Tail,
+    pub row: u32,
+    pub pos: Pos,
     pub seqs: SeqSet,
+}
+
+/// Sequences that share their tokens of a ubatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SequenceSet {
+    pub seqs: SeqSet,
+    /// The last position.
+    pub pos: Pos,
+    /// Tokens in the ubatch, at least 1.
+    pub n_tokens: u32,
 }
 
 /// As many cells as sequences, each with a row in every plane; what sequences share a cell they have by copying one another.
@@ -115,11 +128,12 @@ impl RecurrentCells {
     pub fn states(&self) -> Vec<HeldState> {
         let mut states = BTreeMap::<(u32, u32, Pos), SeqSet>::new();
         for seq in self.seqs() {
-            if let Some(Tail { cell, pos, rollback }) = self.tail(seq) {
+            if let Some(Tail { cell, pos, rollback, .. }) = self.tail(seq) {
                 states.entry((cell, rollback, pos)).or_default().insert(seq);
             }
         }
-        let held = |((cell, rollback, pos), seqs)| HeldState { tail: Tail { cell, pos, rollback }, seqs };
+        let held =
+            |((cell, rollback, pos), seqs)| HeldState { row: rollback * self.size() + cell, pos, seqs };
         states.into_iter().map(held).collect()
     }
 
@@ -174,6 +188,7 @@ impl RecurrentCells {
             Removal::Cut { pos, rollback } => {
                 if let Some(tail) = &mut self.tails[seq.index()] {
                     (tail.pos, tail.rollback) = (pos, rollback);
+                    tail.n_older = tail.n_older.saturating_sub(rollback);
                 }
             }
             Removal::Nothing | Removal::Refused => {}
@@ -245,7 +260,7 @@ impl RecurrentCells {
     ///
     /// Cell for cell as llama.cpp: a set keeps the cell that is its own, the others take empty ones, and then cells are swapped
     /// until the sets are in a row.
-    pub fn find_slot(&self, sets: &[(SeqSet, Pos)]) -> Option<FoundSlot> {
+    pub fn find_slot(&self, sets: &[SequenceSet]) -> Option<FoundSlot> {
         let size = self.size();
         let mut after = self.clone();
         if sets.is_empty() {
@@ -258,7 +273,7 @@ impl RecurrentCells {
             after.head = 0;
         }
         let first_of = |seqs: SeqSet| seqs.iter().next();
-        for &(seqs, _) in sets {
+        for SequenceSet { seqs, .. } in sets {
             // They share the first one's state.
             for tail in seqs.iter().skip(1).filter_map(|seq| after.tails[seq.index()].take()) {
                 n_owners[tail.cell as usize] -= 1;
@@ -270,7 +285,7 @@ impl RecurrentCells {
         let mut search = after.head;
         let mut min = size;
         let mut sources = Vec::with_capacity(sets.len());
-        for &(seqs, pos) in sets {
+        for &SequenceSet { seqs, pos, n_tokens } in sets {
             let seq = first_of(seqs)?;
             let tail = after.tail(seq);
             sources.push(tail.map(|tail| self.row(tail)));
@@ -287,16 +302,17 @@ impl RecurrentCells {
                     cell
                 }
             };
-            after.tails[seq.index()] = Some(Tail { cell, pos, rollback: 0 });
+            let n_older = n_tokens.saturating_sub(1).min(self.n_rs_seq);
+            after.tails[seq.index()] = Some(Tail { cell, pos, rollback: 0, n_older });
             min = min.min(cell);
         }
-        for (&(seqs, _), to) in sets.iter().zip(min..) {
-            let from = after.tail(first_of(seqs)?)?.cell;
+        for (set, to) in sets.iter().zip(min..) {
+            let from = after.tail(first_of(set.seqs)?)?.cell;
             rows.swap(to as usize, from as usize);
             after.swap(to, from);
         }
-        for &(seqs, _) in sets {
-            let tail = after.tail(first_of(seqs)?);
+        for SequenceSet { seqs, .. } in sets {
+            let tail = after.tail(first_of(*seqs)?);
             seqs.iter().for_each(|seq| after.tails[seq.index()] = tail);
         }
         after.head = min;
@@ -314,7 +330,7 @@ impl RecurrentCells {
     pub fn place(&self, seq: Seq, pos: Pos) -> Option<(Self, u32)> {
         let mut without = self.clone();
         without.leave(seq);
-        let found = without.find_slot(&[(SeqSet::of(seq), pos)])?;
+        let found = without.find_slot(&[SequenceSet { seqs: SeqSet::of(seq), pos, n_tokens: 1 }])?;
         Some((found.after, found.slot.head))
     }
 
@@ -322,7 +338,8 @@ impl RecurrentCells {
     pub fn of_states(&self, states: &[(SeqSet, Pos)]) -> Self {
         let mut cells = Self::new(self.size(), self.n_rs_seq);
         for (&(seqs, pos), cell) in states.iter().zip(0..) {
-            seqs.iter().for_each(|seq| cells.tails[seq.index()] = Some(Tail { cell, pos, rollback: 0 }));
+            let tail = Tail { cell, pos, rollback: 0, n_older: 0 };
+            seqs.iter().for_each(|seq| cells.tails[seq.index()] = Some(tail));
         }
         cells
     }

@@ -4,13 +4,12 @@ mod cells;
 mod geometry;
 mod state;
 
-pub(crate) use cells::FoundSlot;
 pub use cells::RecurrentSlot;
+pub(crate) use cells::{FoundSlot, SequenceSet};
 pub use geometry::{RecurrentLayerParams, RecurrentParams, RecurrentTensor};
 pub(crate) use state::RecurrentPlan;
 
 use super::planes::{self, SectionMemory};
-use crate::cells::SeqSet;
 use crate::error::{Error, Result};
 use crate::storage::{Plane, PlaneShape, Transfer};
 use crate::types::{Pos, PosRange, Seq};
@@ -41,6 +40,8 @@ pub struct RecurrentState {
     pub row: u32,
     /// By how many tokens the sequence was cut back since its last ubatch; the next one ends it.
     pub rollback: u32,
+    /// How many rollback planes behind it hold states of the tokens before.
+    pub n_older: u32,
 }
 
 /// A recurrent section.
@@ -87,13 +88,19 @@ impl RecurrentCache {
     }
 
     pub fn state(&self, seq: Seq) -> Option<RecurrentState> {
-        let tail @ Tail { pos, rollback, .. } = self.cells.tail(seq)?;
-        Some(RecurrentState { pos, row: self.cells.row(tail), rollback })
+        let tail @ Tail { pos, rollback, n_older, .. } = self.cells.tail(seq)?;
+        Some(RecurrentState { pos, row: self.cells.row(tail), rollback, n_older })
     }
 
     /// The one position that is known of a sequence.
     pub fn seq_pos(&self, seq: Seq) -> Option<Pos> {
         self.cells.tail(seq).map(|tail| tail.pos)
+    }
+
+    /// How many positions can be cut off the end of a sequence so that its state is there; `None`: any.
+    pub fn max_cut(&self, seq: Seq) -> Option<u32> {
+        let tail = self.cells.tail(seq).filter(|_| self.has_planes())?;
+        Some(if tail.rollback > 0 { 0 } else { tail.n_older })
     }
 
     pub fn forget(&mut self) {
@@ -135,7 +142,7 @@ impl RecurrentCache {
     }
 
     /// Cells for the sequence sets of a ubatch, with the last position of each. Changes nothing.
-    pub fn find_slot(&self, sets: &[(SeqSet, Pos)]) -> Result<FoundSlot> {
+    pub fn find_slot(&self, sets: &[SequenceSet]) -> Result<FoundSlot> {
         self.cells.find_slot(sets).ok_or_else(|| Error::NoSlot {
             n_tokens: sets.len() as u64,
             kv_size: self.geometry.n_seq_max,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::RecurrentCache;
-use super::cells::{HeldState, RecurrentCells};
+use super::cells::{HeldState, RecurrentCells, Tail};
 use super::geometry::{LayerTensor, RecurrentGeometry, RecurrentTensor};
 use crate::cells::SeqSet;
 use crate::error::{Error, Result};
@@ -44,13 +44,17 @@ impl RecurrentCache {
         let states = match scope {
             Scope::Whole => self.cells.states(),
             Scope::Seq(seq) => {
-                let held = |tail| HeldState { tail, seqs: SeqSet::of(seq) };
+                let held = |tail: Tail| HeldState {
+                    row: self.cells.row(tail),
+                    pos: tail.pos,
+                    seqs: SeqSet::of(seq),
+                };
                 self.cells.tail(seq).map(held).into_iter().collect()
             }
         };
         sink.write_u32(count(states.len())?)?;
-        for HeldState { tail, seqs } in &states {
-            sink.write_i32(tail.pos)?;
+        for HeldState { pos, seqs, .. } in &states {
+            sink.write_i32(*pos)?;
             // The state of a sequence does not say whose it is.
             let seqs = if scope == Scope::Whole { *seqs } else { SeqSet::EMPTY };
             sink.write_u32(seqs.len())?;
@@ -61,7 +65,7 @@ impl RecurrentCache {
         if !self.has_planes() {
             return Ok(());
         }
-        let rows: Vec<u32> = states.iter().map(|state| self.cells.row(state.tail)).collect();
+        let rows: Vec<u32> = states.iter().map(|state| state.row).collect();
         let map = Arc::new(CellMap::of_cells(&rows)?);
         for (LayerTensor { which, geometry, .. }, plane) in self.geometry.tensors.iter().zip(&self.planes) {
             if *which != RecurrentTensor::P {
