@@ -6,8 +6,9 @@
 //!
 //! # Words
 //!
-//! They are llama.cpp's. A **section** is one cache of a model's memory: an attention cache, or one half of an
-//! iSWA pair (full attention, then sliding window). A **cell** holds K and V of one token in every layer of its
+//! They are llama.cpp's. A **section** is one cache of a model's memory: an attention cache, one half of an
+//! iSWA pair (full attention, then sliding window), an indexer that takes the cells of an attention cache, the states of
+//! recurrent layers, or the compressed half of a DSV4 memory. A **cell** holds K and V of one token in every layer of its
 //! section; it has a **position** and belongs to one sequence or more. Cells of a section lie in one **stream**
 //! that all sequences share (unified), or in a stream for each sequence. A **plane** is the memory of one
 //! layer's K or V in one stream: a row per cell, or for transposed V (`v_trans`) a channel after the other.
@@ -60,6 +61,45 @@
 //! let error = context.state_seq_set_data(&state[..1000], 3, StateFlags::empty()).unwrap_err();
 //! assert!(matches!(error, Error::Truncated { .. }), "{error}");
 //! assert_eq!(context.seq_pos_max(3)?, 199);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Recurrent layers, and other memories
+//!
+//! [`SectionParams`](memory::SectionParams) has a call for each of llama.cpp's memories, which puts their sections in write order.
+//! A recurrent state cannot be rolled back with `seq_rm`, so a checkpoint holds it; of full attention it holds nothing.
+//!
+//! ```
+//! use kvstate::context::UbatchToken;
+//! use kvstate::format::GgmlType;
+//! use kvstate::memory::{KvParams, LayerParams, RecurrentParams, SectionParams, TensorParams};
+//! use kvstate::types::{CellExt, StateFlags};
+//! use kvstate::{Context, ContextParams};
+//!
+//! # fn main() -> kvstate::Result<()> {
+//! let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 64 };
+//! let attention = KvParams::new(4096, 2, LayerParams { k: tensor, v: Some(tensor) });
+//! let recurrent = RecurrentParams::new(6, 96, 512);
+//! let mut context = Context::new(ContextParams::new(4, SectionParams::hybrid(attention, recurrent)))?;
+//!
+//! let token = |pos| UbatchToken { pos, ext: CellExt::default(), seq_ids: &[0] };
+//! let slot = context.prepare(&(0..32).map(token).collect::<Vec<_>>())?;
+//! let states = slot.recurrent(1).expect("section 1 is recurrent");
+//! // The engine begins with zeros, and writes the state after the ubatch to row 0 of R and S.
+//! assert_eq!((&states.sources[..], states.head), (&[None][..], 0));
+//! context.commit(&slot)?;
+//!
+//! let size = context.state_seq_get_size(0, StateFlags::PARTIAL_ONLY)?;
+//! let mut checkpoint = vec![0; usize::try_from(size).expect("it fits in memory")];
+//! context.state_seq_get_data(&mut checkpoint, 0, StateFlags::PARTIAL_ONLY)?;
+//!
+//! // The sequence goes on, and the next request shares its first 32 tokens only.
+//! context.commit(&context.prepare(&(32..40).map(token).collect::<Vec<_>>())?)?;
+//! assert!(!context.seq_rm(0, 32, -1)?, "the state has seen the others too");
+//! context.state_seq_set_data(&checkpoint, 0, StateFlags::PARTIAL_ONLY)?;
+//! assert!(context.seq_rm(0, 32, -1)?, "attention is cut, the state is that of the checkpoint");
+//! assert_eq!((context.seq_pos_min(0)?, context.seq_pos_max(0)?), (31, 31));
 //! # Ok(())
 //! # }
 //! ```

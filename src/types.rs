@@ -208,6 +208,12 @@ impl PosRange {
         pos >= self.p0 && i64::from(pos) < self.p1
     }
 
+    /// Whether every position lies in the range.
+    #[must_use]
+    pub fn is_everything(self) -> bool {
+        self.p0 == 0 && self.p1 >= i64::from(Pos::MAX)
+    }
+
     /// Whether no position lies in the range.
     #[must_use]
     pub fn is_empty(self) -> bool {

@@ -332,7 +332,7 @@ fn metadata_of(f: &Fixture, blob: &[u8]) -> Vec<Range<usize>> {
 
 /// The version-4 blobs of the repository.
 fn blobs() -> Vec<(Fixture, Vec<u8>)> {
-    let all = fixtures_in(&repository_folder()).into_iter().filter(|f| f.version() == 4);
+    let all = fixtures_in(&repository_folder()).into_iter().filter(|f| f.is_attention() && f.version() == 4);
     all.filter_map(|f| f.blob().map(|blob| (f, blob))).collect()
 }
 
@@ -420,7 +420,9 @@ fn a_flip_in_the_tensors_of_a_blob_is_another_state_and_is_written_as_such() {
 fn a_damaged_slot_file_is_refused_and_changes_nothing_or_gives_valid_cells() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("damaged");
-    let files = fixtures_in(&repository_folder()).into_iter().filter(|f| f.path("slot").is_some());
+    let files = fixtures_in(&repository_folder())
+        .into_iter()
+        .filter(|f| f.is_attention() && f.path("slot").is_some());
     let (mut n, mut n_failed, mut n_loaded) = (0, 0, 0);
     for f in files {
         let slot = fs::read(f.path("slot").unwrap()).unwrap();

@@ -378,7 +378,10 @@ fn the_state_of_a_whole_context_can_be_read_in_turns() {
 #[test]
 fn a_state_that_llama_cpp_wrote_goes_through_a_view_byte_for_byte() {
     let mut n = 0;
-    for f in common::fixtures().into_iter().filter(|f| f.version() == 4 && !f.is_legacy_partial()) {
+    for f in common::fixtures()
+        .into_iter()
+        .filter(|f| f.is_attention() && f.version() == 4 && !f.is_legacy_partial())
+    {
         let Some(blob) = f.blob() else { continue };
         let (seq, n_seq_max) = (f.sidecar.seq_id, f.sidecar.n_seq_max);
         let owners: Vec<Owner> = ["base", "swa"]
@@ -846,7 +849,10 @@ fn a_legacy_partial_state_is_checked_and_dropped_when_that_is_said() {
 #[test]
 fn a_legacy_partial_state_that_llama_cpp_wrote_is_consumed() {
     let mut n = 0;
-    for f in common::fixtures().into_iter().filter(|f| f.version() == 4 && f.is_legacy_partial()) {
+    for f in common::fixtures()
+        .into_iter()
+        .filter(|f| f.is_attention() && f.version() == 4 && f.is_legacy_partial())
+    {
         let Some(blob) = f.blob() else { continue };
         let sections = f.sections(f.kv_size());
         let owner = |section| Owner::new("kv", section, f.sidecar.n_seq_max, f.sidecar.kv_unified, false);

@@ -587,6 +587,7 @@ unsafe fn section_params(
         n_embd_head_k: params.n_embd_head_k,
         n_embd_head_v: params.n_embd_head_v,
         cell_ext: flag(&name("cell_ext"), params.cell_ext)?,
+        mirrors: None,
     };
     // SAFETY: the header demands memory of the sizes described, which outlives the context.
     let memory = unsafe { memory_of(&format!("sections[{i}]"), &kv, &layers, n_stream) }?;

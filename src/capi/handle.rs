@@ -284,6 +284,7 @@ mod tests {
             n_embd_head_k: 0,
             n_embd_head_v: 0,
             cell_ext: false,
+            mirrors: None,
         };
         into_handle(Context::new(ContextParams::new(1, vec![kv.into()])).expect("a context"))
     }

@@ -1,137 +1,14 @@
-//! What an engine needs in order to keep its cache here: cells for a ubatch, `n_kv`, the attention mask, and the
-//! addresses of K and V.
+//! What an engine needs in order to keep its cache here: `n_kv`, the attention mask, where states are, and the addresses of
+//! planes.
 
-use std::borrow::Cow;
-
-use super::Context;
-use crate::cells::{CellMeta, SeqSet};
+use super::{Context, UbatchToken};
+use crate::cells::CellMeta;
 use crate::error::{Error, Result};
-use crate::memory::LayerParams;
+use crate::memory::{Dsv4Compressor, Dsv4Tensor, LayerParams, RecurrentState, RecurrentTensor};
 use crate::storage::Plane;
-use crate::types::{CellExt, Pos, PosRange, Seq, SeqId};
-
-/// A token of a ubatch.
-#[derive(Clone, Copy, Debug)]
-pub struct UbatchToken<'a> {
-    /// Position, at least 0.
-    pub pos: Pos,
-    /// Token and M-RoPE position; kept only by sections with ext.
-    pub ext: CellExt,
-    /// Sequences that the token belongs to: at least one, all of one stream.
-    pub seq_ids: &'a [SeqId],
-}
-
-/// Cells for the tokens of a ubatch, in every section, for the cache as it was when the slot was prepared.
-#[derive(Clone, Debug)]
-pub struct Slot {
-    context_id: u64,
-    generation: u64,
-    /// Ascending by stream.
-    streams: Vec<StreamTokens>,
-    /// By section: the cell of each token, in the order of the ubatch.
-    cells: Vec<Vec<u32>>,
-}
-
-/// The tokens of a ubatch that go into one stream.
-#[derive(Clone, Debug)]
-struct StreamTokens {
-    stream: usize,
-    /// Indices into the ubatch, ascending.
-    tokens: Vec<usize>,
-    metas: Vec<CellMeta>,
-}
-
-impl Slot {
-    /// The cell of each token in a section, in the order of the ubatch; `None` for a section that is not there.
-    /// The cells of tokens in different streams are cells of those streams.
-    #[must_use]
-    pub fn cells(&self, section: usize) -> Option<&[u32]> {
-        self.cells.get(section).map(Vec::as_slice)
-    }
-}
+use crate::types::{Pos, PosRange, Seq, SeqId};
 
 impl Context {
-    /// Finds cells for a ubatch in every section. Changes nothing: commit the slot, or drop it.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] and [`Error::SeqId`] for tokens that make no sense, [`Error::NoSlot`].
-    pub fn prepare(&self, ubatch: &[UbatchToken<'_>]) -> Result<Slot> {
-        let n_expected = ubatch.len().div_ceil(self.n_stream() as usize);
-        let mut streams = Vec::<StreamTokens>::new();
-        for (i, token) in ubatch.iter().enumerate() {
-            let (stream, meta) = self.check_token(i, token)?;
-            let at = streams.binary_search_by_key(&stream, |tokens| tokens.stream).unwrap_or_else(|at| {
-                let (tokens, metas) = (Vec::with_capacity(n_expected), Vec::with_capacity(n_expected));
-                streams.insert(at, StreamTokens { stream, tokens, metas });
-                at
-            });
-            streams[at].tokens.push(i);
-            streams[at].metas.push(meta);
-        }
-        let mut cells = Vec::with_capacity(self.n_section());
-        for kv in self.memory.kv_caches() {
-            cells.push(match &streams[..] {
-                [StreamTokens { stream, tokens, .. }] => kv.find_slot(*stream, tokens.len())?,
-                streams => {
-                    let mut cells = vec![0; ubatch.len()];
-                    for StreamTokens { stream, tokens, .. } in streams {
-                        let found = kv.find_slot(*stream, tokens.len())?;
-                        for (&token, cell) in tokens.iter().zip(found) {
-                            cells[token] = cell;
-                        }
-                    }
-                    cells
-                }
-            });
-        }
-        Ok(Slot { context_id: self.id, generation: self.generation(), streams, cells })
-    }
-
-    fn check_token(&self, i: usize, token: &UbatchToken<'_>) -> Result<(usize, CellMeta)> {
-        let UbatchToken { pos, ext, seq_ids } = *token;
-        if pos < 0 {
-            return Err(Error::arg(format!("pos[{i}]"), format!("{pos}, positions start at 0")));
-        }
-        let mut stream = None;
-        let mut seqs = SeqSet::EMPTY;
-        for &seq_id in seq_ids {
-            let seq = self.seq(seq_id)?;
-            let own = self.memory.streams().of(seq);
-            if *stream.get_or_insert(own) != own {
-                let reason = format!("sequences {} and {seq_id} are in different streams", seq_ids[0]);
-                return Err(Error::arg(format!("seq_id[{i}]"), reason));
-            }
-            seqs.insert(seq);
-        }
-        let stream =
-            stream.ok_or_else(|| Error::arg(format!("n_seq_id[{i}]"), "0, a token belongs to at least 1"))?;
-        Ok((stream, CellMeta { pos, ext, seqs }))
-    }
-
-    /// Gives the cells of `slot` to its tokens. SWA cells that are taken over leave their sequence, and with
-    /// them all its older positions, so that what a sequence holds stays free of gaps.
-    ///
-    /// # Errors
-    /// [`Error::Stale`] if the cache has changed since the slot was prepared; nothing changes then.
-    pub fn commit(&mut self, slot: &Slot) -> Result<()> {
-        if slot.context_id != self.id {
-            return Err(Error::arg("slot", "prepared for another context"));
-        }
-        if slot.generation != self.generation() {
-            return Err(Error::Stale { slot: slot.generation, cache: self.generation() });
-        }
-        for StreamTokens { stream, tokens, metas } in &slot.streams {
-            for (section, cells) in slot.cells.iter().enumerate() {
-                let cells: Cow<'_, [u32]> = match slot.streams.len() {
-                    1 => cells.into(),
-                    _ => tokens.iter().map(|&token| cells[token]).collect(),
-                };
-                self.apply(section, *stream, &cells, metas);
-            }
-        }
-        Ok(())
-    }
-
     /// Cells that attention has to look at in a stream of a section: up to the last used one, padded to a
     /// multiple of `n_pad` (llama.cpp: 256), at most `kv_size`.
     ///
@@ -251,9 +128,57 @@ impl Context {
     ) -> Result<()> {
         self.check_stream(stream)?;
         self.check_layer(section, layer)?;
-        let kv = self.memory.kv_caches_mut().nth(section);
-        let plane = kv.and_then(|kv| kv.plane_mut(stream, layer, is_v));
+        let plane = self.memory.kv_cache_mut(section)?.plane_mut(stream, layer, is_v);
         plane.ok_or_else(|| no_v(layer))?.set(offset, bytes, &self.transfer)
+    }
+
+    /// R, S or P of a layer of a recurrent section; `None` if the layer has none, or one without elements.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an index that is out of range.
+    pub fn recurrent_plane(
+        &self,
+        section: usize,
+        layer: usize,
+        tensor: RecurrentTensor,
+    ) -> Result<Option<&Plane>> {
+        let recurrent = self.memory.recurrent_cache(section)?;
+        let n_layer = recurrent.geometry.n_layer;
+        if layer >= n_layer as usize {
+            return Err(Error::arg("layer", format!("{layer} is out of range [0, {n_layer})")));
+        }
+        Ok(recurrent.plane(layer, tensor))
+    }
+
+    /// Where the state of a sequence is in a recurrent section; `None` if it has none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a section that is not there, or not recurrent; [`Error::SeqId`].
+    pub fn recurrent_state(&self, section: usize, seq_id: SeqId) -> Result<Option<RecurrentState>> {
+        Ok(self.memory.recurrent_cache(section)?.state(self.seq(seq_id)?))
+    }
+
+    /// A plane of a layer (its number in the model) of the compressed half of a DSV4 memory, in a stream and, for states, a rollback
+    /// plane; `None` if there is none.
+    #[must_use]
+    pub fn dsv4_plane(
+        &self,
+        (compressor, tensor): (Dsv4Compressor, Dsv4Tensor),
+        il: u32,
+        stream: usize,
+        rollback: u32,
+    ) -> Option<&Plane> {
+        self.memory.dsv4()?.plane((compressor, tensor), il, stream, rollback)
+    }
+
+    /// The rollback plane that the states of a sequence are in, until the next ubatch: an engine asks before it commits the slot.
+    /// 0 in a memory without DSV4.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn dsv4_rollback(&self, seq_id: SeqId) -> Result<u32> {
+        let seq = self.seq(seq_id)?;
+        Ok(self.memory.dsv4().map_or(0, |dsv4| dsv4.rollback(seq)))
     }
 
     fn check_layer(&self, section: usize, layer: usize) -> Result<()> {

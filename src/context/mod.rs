@@ -1,26 +1,29 @@
 //! A context: the memory of one model's sequences, and the states that are taken of it.
 
 mod engine;
+mod shift;
+mod slot;
 mod snapshot;
 
-pub use engine::{Slot, UbatchToken};
+pub use shift::{PendingShift, Shift, ShiftCallback};
+pub use slot::{Slot, UbatchToken};
 pub use snapshot::Snapshot;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::cells::{CellMeta, SeqSet};
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
-    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, RopeParams, Scope, SectionParams, SectionRope,
-    Streams, WriteParams,
+    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, Scope, SectionKind, SectionParams, Streams,
+    WriteParams,
 };
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, OnDevices, Sink, SliceSink, Source};
 use crate::storage::{
     CallerStream, ProgressCallback, Staging, StagingParams, StagingReport, TensorCopies, Threads, Transfer,
 };
 use crate::types::{Pos, PosRange, Seq, SeqId, StateFlags};
+use shift::Shifter;
 
 /// What a context is made of.
 #[derive(Debug)]
@@ -72,96 +75,12 @@ impl ContextParams {
     }
 }
 
-/// Cells of one stream of one section whose K rows have to be rotated.
-#[derive(Debug)]
-pub struct PendingShift<'a> {
-    /// Section, in write order.
-    pub section: usize,
-    /// Stream.
-    pub stream: usize,
-    /// Cells, ascending.
-    pub cells: &'a [u32],
-    /// By how many positions each cell's K has to be rotated forward; never 0.
-    pub shifts: &'a [Pos],
-}
-
-/// Rotates the K rows of the cells named, in every layer of the section, or says why it cannot.
-pub type ShiftCallback = Box<dyn FnMut(PendingShift<'_>) -> Result<(), String> + Send>;
-
-/// Who rotates K after `seq_add` and `seq_div`.
-#[derive(Default)]
-pub enum Shift {
-    /// Nobody: `can_shift` is false and shifts are refused.
-    #[default]
-    None,
-    /// The engine, in its own graph: it promises to ask [`Context::pending_shifts`] and to call
-    /// [`Context::shift_done`] before the next decode or save.
-    Engine,
-    /// This callback, called before rows with a pending shift are written into a state.
-    Callback(ShiftCallback),
-    /// kvstate, before rows with a pending shift are written into a state and in [`Context::apply_pending_shifts`]: RoPE
-    /// of each layer of each section, `None` for layers without. `n_rot_k` is looked at in [`crate::memory::KvParams`].
-    ///
-    /// Models whose positions have several parts (M-RoPE) cannot be shifted, here as in llama.cpp.
-    Rope(Vec<Vec<Option<RopeParams>>>),
-}
-
-impl std::fmt::Debug for Shift {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::None => "None",
-            Self::Engine => "Engine",
-            Self::Callback(_) => "Callback",
-            Self::Rope(_) => "Rope",
-        })
-    }
-}
-
-/// A [`Shift`] that was checked against the sections.
-enum Shifter {
-    None,
-    Engine,
-    Callback(ShiftCallback),
-    /// By section.
-    Rope(Vec<SectionRope>),
-}
-
-impl std::fmt::Debug for Shifter {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::None => f.write_str("None"),
-            Self::Engine => f.write_str("Engine"),
-            Self::Callback(_) => f.write_str("Callback"),
-            Self::Rope(sections) => sections.fmt(f),
-        }
-    }
-}
-
-impl Shifter {
-    fn new(shift: Shift, memory: &Memory) -> Result<Self> {
-        Ok(match shift {
-            Shift::None => Self::None,
-            Shift::Engine => Self::Engine,
-            Shift::Callback(callback) => Self::Callback(callback),
-            Shift::Rope(sections) => {
-                let caches = memory.kv_caches();
-                if sections.len() != caches.len() {
-                    let reason = format!("{} sections for a context of {}", sections.len(), caches.len());
-                    return Err(Error::arg("rope", reason));
-                }
-                let section = |(kv, layers): (&KvCache, &Vec<_>)| SectionRope::new(&kv.geometry, layers);
-                Self::Rope(caches.zip(&sections).map(section).collect::<Result<_>>()?)
-            }
-        })
-    }
-}
-
 /// Bytes of memory that a context has taken. Adopted memory is not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryUsage {
-    /// K and V in host memory; pages that were never written are no memory yet.
+    /// Planes of the sections in host memory; pages that were never written are no memory yet.
     pub kv_host: u64,
-    /// K and V in the memory of devices.
+    /// Planes of the sections in the memory of devices.
     pub kv_device: u64,
     /// Tensors of `ON_DEVICE` states in host memory.
     pub device_states_host: u64,
@@ -230,7 +149,15 @@ impl Context {
     /// Number of sections.
     #[must_use]
     pub fn n_section(&self) -> usize {
-        self.memory.kv_caches().len()
+        self.memory.sections().len()
+    }
+
+    /// What kind a section is of.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a section that is not there.
+    pub fn section_kind(&self, section: usize) -> Result<SectionKind> {
+        Ok(self.memory.section(section)?.kind())
     }
 
     /// Copies on this many threads from now on.
@@ -314,7 +241,7 @@ impl Context {
     /// [`Error::StreamCapturing`]; nothing has changed then. If memory of a
     /// device, or memory that is reached through calls of its owner, cannot be zeroed; no cell is used any more all the same.
     pub fn clear(&mut self, data: bool) -> Result<()> {
-        if data {
+        if data || self.memory.dsv4().is_some() {
             self.transfer.check_streams(self.memory.devices())?;
         }
         self.changed();
@@ -322,17 +249,44 @@ impl Context {
     }
 
     /// Removes the positions `[p0, p1)` of a sequence; -1 as `seq_id`, `p0` or `p1` means every sequence, from
-    /// the start, to the end. False if a section cannot remove just that range (attention always can).
+    /// the start, to the end. False, and nothing changes in any section, if one cannot remove just that range: a recurrent state
+    /// can be given up whole, or go back by up to `n_rs_seq` positions once after a ubatch; attention can remove any range.
     ///
     /// # Errors
-    /// [`Error::SeqId`]; nothing has changed then.
+    /// [`Error::SeqId`]; nothing has changed then. In a DSV4 memory also [`Error::Device`] if rows cannot be zeroed; they are not
+    /// used any more all the same.
     pub fn seq_rm(&mut self, seq_id: SeqId, p0: Pos, p1: Pos) -> Result<bool> {
         let seq = if seq_id < 0 { None } else { Some(self.seq(seq_id)?) };
+        self.check_removal()?;
         self.changed();
-        Ok(self.memory.seq_rm(seq, PosRange::new(p0, p1)))
+        self.memory.seq_rm(seq, PosRange::new(p0, p1), &self.transfer)
     }
 
-    /// Gives the cells of `src` in `[p0, p1)` to `dst` as well. Between streams, where nothing can be shared,
+    /// Rows of a DSV4 memory are zeroed when they are left, in the order of the caller's streams.
+    fn check_removal(&self) -> Result<()> {
+        if self.memory.dsv4().is_some() { self.transfer.check_streams(self.memory.devices()) } else { Ok(()) }
+    }
+
+    /// Whether [`Context::seq_rm`] would remove just that.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn can_seq_rm(&self, seq_id: SeqId, p0: Pos, p1: Pos) -> Result<bool> {
+        let seq = if seq_id < 0 { None } else { Some(self.seq(seq_id)?) };
+        Ok(self.memory.can_seq_rm(seq, PosRange::new(p0, p1)))
+    }
+
+    /// How many positions can be cut off the end of a sequence so that what is left has its states; `None`: any number, as far as
+    /// recurrent and compressed states go. [`Context::seq_rm`] answers as llama.cpp does, which is true for up to `n_rs_seq`
+    /// positions, though fewer may have been in the last ubatch, and none since a restore.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`].
+    pub fn max_cut(&self, seq_id: SeqId) -> Result<Option<u32>> {
+        Ok(self.memory.max_cut(self.seq(seq_id)?))
+    }
+
+    /// Gives the cells of `src` in `[p0, p1)` to `dst` as well, and in recurrent sections its state, whatever the range. Between streams, where nothing can be shared,
     /// the sequence is copied at once and replaces `dst`; the range must hold all of it.
     ///
     /// # Errors
@@ -358,9 +312,9 @@ impl Context {
     /// [`Error::SeqId`].
     pub fn seq_keep(&mut self, seq_id: SeqId) -> Result<()> {
         let seq = self.seq(seq_id)?;
+        self.check_removal()?;
         self.changed();
-        self.memory.seq_keep(seq);
-        Ok(())
+        self.memory.seq_keep(seq, &self.transfer)
     }
 
     /// Moves the positions `[p0, p1)` of a sequence by `delta`; the rotation of K is pending until it is
@@ -397,7 +351,8 @@ impl Context {
         Ok(())
     }
 
-    /// Smallest position of a sequence, -1 if it is empty. Of the SWA section, where there is one.
+    /// Smallest position of a sequence, -1 if it is empty. Of the SWA section, where there is one; beside a recurrent section the
+    /// larger of the two.
     ///
     /// # Errors
     /// [`Error::SeqId`].
@@ -405,114 +360,13 @@ impl Context {
         Ok(self.memory.seq_pos_min(self.seq(seq_id)?).unwrap_or(-1))
     }
 
-    /// Largest position of a sequence, -1 if it is empty. Of the SWA section, where there is one.
+    /// Largest position of a sequence, -1 if it is empty. Of the SWA section, where there is one; beside a recurrent section the
+    /// smaller of the two, so that a half that is empty shows.
     ///
     /// # Errors
     /// [`Error::SeqId`].
     pub fn seq_pos_max(&self, seq_id: SeqId) -> Result<Pos> {
         Ok(self.memory.seq_pos_max(self.seq(seq_id)?).unwrap_or(-1))
-    }
-
-    // Shifts
-
-    fn check_can_shift(&self) -> Result<()> {
-        let reason = if matches!(self.shifter, Shifter::None) {
-            "the context has no RoPE, no shift callback and no promise of the engine to rotate K"
-        } else if !self.memory.sections_have_equal_size() {
-            "the sections have different sizes, so they do not lose the same cells"
-        } else {
-            return Ok(());
-        };
-        Err(Error::CannotShift { reason })
-    }
-
-    /// Whether positions can be shifted: somebody rotates K, and all sections have the same size.
-    #[must_use]
-    pub fn can_shift(&self) -> bool {
-        self.check_can_shift().is_ok()
-    }
-
-    /// Cells of a stream of a section with a pending shift, ascending, each with the positions by which its K
-    /// has to be rotated forward.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for a section or stream that is not there.
-    pub fn pending_shifts(
-        &self,
-        section: usize,
-        stream: usize,
-    ) -> Result<impl Iterator<Item = (u32, Pos)> + '_> {
-        self.check_stream(stream)?;
-        Ok(self.memory.kv_cache(section)?.shifted(stream))
-    }
-
-    /// The engine has rotated K of everything that [`Context::pending_shifts`] lists.
-    pub fn shift_done(&mut self) {
-        self.changed();
-        for kv in self.memory.kv_caches_mut() {
-            (0..kv.geometry.streams.n_stream as usize).for_each(|stream| kv.shift_done(stream));
-        }
-    }
-
-    /// Rotates K of every cell with a pending shift now, by RoPE or the callback: an engine calls it before it decodes.
-    ///
-    /// # Errors
-    /// [`Error::ShiftFailed`], [`Error::OutOfMemory`], [`Error::StreamCapturing`]; the shifts that were not applied stay pending.
-    /// If a device or a remote tensor's owner fails where K may be rotated in part, the sequences that had it are emptied, as
-    /// the error says.
-    pub fn apply_pending_shifts(&mut self) -> Result<()> {
-        self.apply_shifts(KvCache::shifted_streams)
-    }
-
-    /// Applies every pending shift of the streams that a write would save with unrotated rows.
-    fn apply_shifts_before(&mut self, params: WriteParams) -> Result<()> {
-        self.apply_shifts(|kv| kv.shifted_streams_of(params))
-    }
-
-    fn apply_shifts(&mut self, streams: impl Fn(&KvCache) -> Vec<usize>) -> Result<()> {
-        for section in 0..self.n_section() {
-            for stream in streams(self.memory.kv_cache(section)?) {
-                self.apply_shifts_of_stream(section, stream)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn apply_shifts_of_stream(&mut self, section: usize, stream: usize) -> Result<()> {
-        let kv = self.memory.kv_cache_mut(section)?;
-        let (cells, shifts): (Vec<u32>, Vec<Pos>) = kv.shifted(stream).unzip();
-        let mut emptied = SeqSet::EMPTY;
-        let place = kv.geometry.place(stream);
-        let failed = |reason| Error::ShiftFailed { n_cells: cells.len(), reason, place };
-        let applied = match &mut self.shifter {
-            Shifter::Callback(rotate) => {
-                rotate(PendingShift { section, stream, cells: &cells, shifts: &shifts }).map_err(failed)
-            }
-            Shifter::Rope(sections) => {
-                kv.turn_shifted(stream, &sections[section], &self.transfer).map_err(|failure| {
-                    match failure.error {
-                        _ if failure.rows_changed => {
-                            emptied = kv.shifted_seqs(stream);
-                            failed(format!("{}; its sequences are emptied", failure.error))
-                        }
-                        // The caller can do something about these.
-                        error @ (Error::OutOfMemory { .. } | Error::StreamCapturing { .. }) => error,
-                        error => failed(error.to_string()),
-                    }
-                })
-            }
-            Shifter::None | Shifter::Engine => {
-                Err(failed("the engine promised to rotate K and to call shift_done before a save".into()))
-            }
-        };
-        if applied.is_ok() {
-            kv.shift_done(stream);
-        }
-        for seq in emptied.iter() {
-            self.memory.seq_rm(Some(seq), PosRange::ALL);
-            self.changed();
-        }
-        applied
     }
 
     // The state of a sequence
@@ -672,11 +526,6 @@ impl Context {
         }
     }
 
-    pub(crate) fn apply_shifts_of(&mut self, seq: Option<Seq>) -> Result<()> {
-        let scope = seq.map_or(Scope::Whole, Scope::Seq);
-        self.apply_shifts_before(self.write_params(scope, StateFlags::empty()))
-    }
-
     /// What the state of a file would do: of a sequence to be read as `dest`, or of the whole context.
     pub(crate) fn plan_file_state<'a>(
         &self,
@@ -710,13 +559,6 @@ impl Context {
     pub(crate) fn kv_cache(&self, section: usize, stream: usize) -> Result<&KvCache> {
         self.check_stream(stream)?;
         self.memory.kv_cache(section)
-    }
-
-    pub(crate) fn apply(&mut self, section: usize, stream: usize, cells: &[u32], metas: &[CellMeta]) {
-        self.generation += 1;
-        if let Some(kv) = self.memory.kv_caches_mut().nth(section) {
-            kv.apply(stream, cells, metas);
-        }
     }
 }
 

@@ -1,5 +1,7 @@
 //! What an attention section is made of, checked once.
 
+use std::fmt::Display;
+
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
 use crate::storage::PlaneShape;
@@ -45,6 +47,9 @@ pub struct KvParams {
     pub n_embd_head_v: u32,
     /// Whether cells carry an ext: M-RoPE position and token (`n_pos_per_embd > 1` or n-gram embeddings).
     pub cell_ext: bool,
+    /// The section whose cells this one takes, by its place in the write order: an indexer beside its attention cache. Both have
+    /// the same `kv_size`, window and ext, and that one comes first.
+    pub mirrors: Option<usize>,
 }
 
 impl KvParams {
@@ -61,6 +66,7 @@ impl KvParams {
             n_embd_head_k: 0,
             n_embd_head_v: 0,
             cell_ext: false,
+            mirrors: None,
         }
     }
 }
@@ -114,11 +120,16 @@ impl From<TensorGeometry> for TensorParams {
 }
 
 impl TensorGeometry {
-    fn new(params: TensorParams, place: impl Fn() -> String) -> Result<Self> {
-        let TensorParams { ggml_type, n_embd } = params;
-        if n_embd == 0 {
+    pub(super) fn new(params: TensorParams, place: impl Fn() -> String) -> Result<Self> {
+        if params.n_embd == 0 {
             return Err(Error::arg(format!("{}.n_embd", place()), "0 elements per cell"));
         }
+        Self::of_any_width(params, place)
+    }
+
+    /// A tensor that may have no elements.
+    pub(super) fn of_any_width(params: TensorParams, place: impl Fn() -> String) -> Result<Self> {
+        let TensorParams { ggml_type, n_embd } = params;
         let row_size = ggml_type.row_size(n_embd).ok_or_else(|| {
             Error::arg(
                 format!("{}.n_embd", place()),
@@ -154,6 +165,7 @@ pub(crate) struct Geometry {
     pub n_rot_k: u32,
     pub n_rot_v: u32,
     pub cell_ext: bool,
+    pub mirrors: Option<usize>,
     pub k: Vec<TensorGeometry>,
     pub v: Vec<Option<TensorGeometry>>,
     /// Whether llama.cpp may have rotated K (V) of such a cache without recording it, before version 4.
@@ -204,6 +216,7 @@ impl Geometry {
             n_rot_k: params.n_rot_k,
             n_rot_v: params.n_rot_v,
             cell_ext: params.cell_ext,
+            mirrors: params.mirrors,
             may_rotate_k: may_rotate(quantized_k, params.n_rot_k, params.n_embd_head_k),
             may_rotate_v: may_rotate(quantized_v, params.n_rot_v, params.n_embd_head_v),
             k,
@@ -213,6 +226,31 @@ impl Geometry {
 
     pub fn n_layer(&self) -> usize {
         self.k.len()
+    }
+
+    /// Checks that the section can take the cells of `source`.
+    pub fn check_mirrors(&self, source: &Self) -> Result<()> {
+        let bad = |field: &str, own: String, other: String| {
+            let reason = format!("{own}, and section {}, which it mirrors, has {other}", source.name);
+            Err(Error::arg(format!("{}.{field}", self.name), reason))
+        };
+        if source.mirrors.is_some() {
+            return bad("mirrors", "an indexer".into(), "cells of another section".into());
+        }
+        if self.kv_size != source.kv_size {
+            return bad("kv_size", self.kv_size.to_string(), source.kv_size.to_string());
+        }
+        if self.swa.swa_type() != source.swa.swa_type() {
+            let [own, other] = [self, source].map(|geometry| format!("{:?}", geometry.swa.swa_type()));
+            return bad("swa_type", own, other);
+        }
+        if self.swa != source.swa {
+            return bad("n_swa", self.swa.n_swa().to_string(), source.swa.n_swa().to_string());
+        }
+        if self.cell_ext != source.cell_ext {
+            return bad("cell_ext", self.cell_ext.to_string(), source.cell_ext.to_string());
+        }
+        Ok(())
     }
 
     /// Names a stream in messages.
@@ -225,4 +263,19 @@ impl Geometry {
     pub fn writes(&self, flags: StateFlags) -> bool {
         !(flags.contains(StateFlags::PARTIAL_ONLY) && self.swa.is_none())
     }
+}
+
+/// A state of another geometry than the section called `name`.
+pub(super) fn mismatch(
+    name: &str,
+    what: &'static str,
+    state: impl Display,
+    cache: impl Display,
+    layer: Option<usize>,
+) -> Error {
+    let place = match layer {
+        Some(layer) => format!("section {name}, layer {layer}"),
+        None => format!("section {name}"),
+    };
+    Error::Mismatch { what, state: format!("{state}"), cache: format!("{cache}"), place }
 }

@@ -1,10 +1,10 @@
 //! An attention cache: the cells of its streams, and the planes that hold K and V (`llama_kv_cache`).
 
-use super::KvMemory;
 use super::geometry::{Geometry, KvParams, Streams};
+use super::planes::{self, SectionMemory};
 use crate::cells::{CellMeta, Cells, SeqSet};
 use crate::error::{Error, Result};
-use crate::storage::{self, CellMap, Device, Plane, PlaneShape, Transfer};
+use crate::storage::{self, CellMap, Plane, Transfer};
 use crate::types::{Pos, PosRange, Seq};
 
 /// The planes of an attention cache whose memory belongs to somebody else.
@@ -17,6 +17,9 @@ pub struct KvPlanes {
     /// Values; `None` for layers without V.
     pub v: Vec<Option<Plane>>,
 }
+
+/// Where K and V of an attention cache are.
+pub type KvMemory = SectionMemory<KvPlanes>;
 
 /// The planes of one stream, one per layer.
 #[derive(Clone, Copy, Debug)]
@@ -46,9 +49,9 @@ impl KvCache {
     pub fn new(name: &str, params: &KvParams, memory: KvMemory, streams: Streams) -> Result<Self> {
         let geometry = Geometry::new(params, name, streams)?;
         let planes = match memory {
-            KvMemory::Adopted(planes) => check_adopted(planes, &geometry)?,
-            KvMemory::Host => allocate(&geometry, &vec![None; geometry.n_layer()])?,
-            KvMemory::Devices(devices) => allocate(&geometry, &devices)?,
+            SectionMemory::Adopted(planes) => check_adopted(planes, &geometry)?,
+            SectionMemory::Host => allocate(&geometry, &vec![None; geometry.n_layer()])?,
+            SectionMemory::Devices(devices) => allocate(&geometry, &devices)?,
         };
         let cells = (0..streams.n_stream)
             .map(|_| Cells::new(geometry.kv_size, streams.n_seq_max, geometry.cell_ext))
@@ -79,25 +82,10 @@ impl KvCache {
         self.planes.v[stream * self.geometry.n_layer() + layer].as_ref()
     }
 
-    /// Bytes of the planes on devices.
-    pub fn device_bytes(&self) -> u64 {
+    /// Every plane.
+    pub fn planes(&self) -> impl Iterator<Item = &Plane> {
         let KvPlanes { k, v } = &self.planes;
-        let on_device = k.iter().chain(v.iter().flatten()).filter(|plane| plane.device().is_some());
-        on_device.filter_map(|plane| plane.shape().span(plane.kv_size())).sum()
-    }
-
-    /// The device of each plane that is on one.
-    pub fn devices(&self) -> impl Iterator<Item = i32> + '_ {
-        let KvPlanes { k, v } = &self.planes;
-        k.iter().chain(v.iter().flatten()).filter_map(Plane::device)
-    }
-
-    /// Bytes that were allocated where `on` says.
-    pub fn allocated(&self, on: impl Fn(Option<i32>) -> bool) -> u64 {
-        let KvPlanes { k, v } = &self.planes;
-        let ours =
-            k.iter().chain(v.iter().flatten()).filter(|plane| plane.is_allocated() && on(plane.device()));
-        ours.filter_map(|plane| plane.shape().span(plane.kv_size())).sum()
+        k.iter().chain(v.iter().flatten())
     }
 
     /// K or V of a layer, to be written; the indices must be in range.
@@ -247,41 +235,19 @@ pub(super) fn sorted_cells(entries: &[(Pos, u32)]) -> Vec<u32> {
 
 /// Planes of layers on these devices, those of a stream on one device in one allocation.
 fn allocate(geometry: &Geometry, devices: &[Option<i32>]) -> Result<KvPlanes> {
-    let n_layer = geometry.n_layer();
-    if devices.len() != n_layer {
-        let reason = format!("{} for {n_layer} layers", devices.len());
-        return Err(Error::arg(format!("{}.devices", geometry.name), reason));
-    }
-    let opened =
-        devices.iter().flatten().map(|&ordinal| Device::open(ordinal)).collect::<Result<Vec<_>>>()?;
+    planes::check_devices(devices, geometry.n_layer(), &geometry.name)?;
+    let k = geometry.k.iter().zip(devices).map(|(k, &on)| (on, k.dense_shape(false, geometry.kv_size)));
+    let v = geometry
+        .v
+        .iter()
+        .zip(devices)
+        .filter_map(|(v, &on)| v.map(|v| (on, v.dense_shape(geometry.v_trans, geometry.kv_size))));
+    let wanted: Vec<_> = k.chain(v).collect();
     let mut planes = KvPlanes::default();
     for _ in 0..geometry.streams.n_stream {
-        let mut k: Vec<Option<Plane>> = (0..n_layer).map(|_| None).collect();
-        let mut v: Vec<Option<Plane>> = (0..n_layer).map(|_| None).collect();
-        let mut left: Vec<usize> = (0..n_layer).collect();
-        while let Some(&first) = left.first() {
-            let (here, elsewhere): (Vec<_>, Vec<_>) =
-                left.into_iter().partition(|&layer| devices[layer] == devices[first]);
-            left = elsewhere;
-            let k_shape = |&layer: &usize| geometry.k[layer].dense_shape(false, geometry.kv_size);
-            let v_shape =
-                |&layer: &usize| Some(geometry.v[layer]?.dense_shape(geometry.v_trans, geometry.kv_size));
-            let shapes: Vec<_> = here.iter().map(k_shape).chain(here.iter().filter_map(v_shape)).collect();
-            let device = opened.iter().find(|device| Some(device.ordinal()) == devices[first]);
-            let mut allocated = match device {
-                Some(device) => Plane::allocate_on(device, &shapes, geometry.kv_size)?,
-                None => Plane::allocate(&shapes, geometry.kv_size)?,
-            }
-            .into_iter();
-            for &layer in &here {
-                k[layer] = allocated.next();
-            }
-            for &layer in here.iter().filter(|&&layer| geometry.v[layer].is_some()) {
-                v[layer] = allocated.next();
-            }
-        }
-        planes.k.extend(k.into_iter().flatten());
-        planes.v.extend(v);
+        let mut allocated = planes::allocate(&wanted, geometry.kv_size)?.into_iter();
+        planes.k.extend(allocated.by_ref().take(geometry.n_layer()));
+        planes.v.extend(geometry.v.iter().map(|v| if v.is_some() { allocated.next() } else { None }));
     }
     Ok(planes)
 }
@@ -302,10 +268,10 @@ pub(super) fn check_adopted(planes: KvPlanes, geometry: &Geometry) -> Result<KvP
         let (stream, layer) = (i / n_layer, i % n_layer);
         let want_k = geometry.k[layer].dense_shape(false, geometry.kv_size);
         let want_v = geometry.v[layer].map(|v| v.dense_shape(geometry.v_trans, geometry.kv_size));
-        let k_fits = k.kv_size() == geometry.kv_size && same_cells(k.shape(), want_k);
+        let k_fits = k.kv_size() == geometry.kv_size && planes::same_cells(k.shape(), want_k);
         let v_fits = match (v, want_v) {
             (None, None) => true,
-            (Some(v), Some(want)) => v.kv_size() == geometry.kv_size && same_cells(v.shape(), want),
+            (Some(v), Some(want)) => v.kv_size() == geometry.kv_size && planes::same_cells(v.shape(), want),
             _ => false,
         };
         for (field, fits) in [("k", k_fits), ("v", v_fits)] {
@@ -318,16 +284,4 @@ pub(super) fn check_adopted(planes: KvPlanes, geometry: &Geometry) -> Result<KvP
         }
     }
     Ok(planes)
-}
-
-/// Whether two planes hold the same bytes per cell, strides aside.
-fn same_cells(a: PlaneShape, b: PlaneShape) -> bool {
-    use PlaneShape::{Channels, Rows};
-    match (a, b) {
-        (Rows { row_size: a, .. }, Rows { row_size: b, .. }) => a == b,
-        (Channels { n_channel: n_a, elem_size: a, .. }, Channels { n_channel: n_b, elem_size: b, .. }) => {
-            n_a == n_b && a == b
-        }
-        _ => false,
-    }
 }

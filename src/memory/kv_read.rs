@@ -2,7 +2,7 @@
 
 use std::fmt::Display;
 
-use super::geometry::{Geometry, TensorGeometry};
+use super::geometry::{Geometry, TensorGeometry, mismatch};
 use super::kv_cache::{KvCache, KvPlanes, StreamPlanes};
 use super::kv_write::Scope;
 use crate::cells::{CellMeta, Cells, Placement, SeqSet, Shortage};
@@ -338,11 +338,7 @@ impl Geometry {
         cache: impl Display,
         layer: Option<usize>,
     ) -> Error {
-        let place = match layer {
-            Some(layer) => format!("section {}, layer {layer}", self.name),
-            None => format!("section {}", self.name),
-        };
-        Error::Mismatch { what, state: format!("{state}"), cache: format!("{cache}"), place }
+        mismatch(&self.name, what, state, cache, layer)
     }
 
     fn no_space(&self, need: u64, free: u64, stream: usize) -> Error {
@@ -383,6 +379,13 @@ impl<'a> KvState<'a> {
             streams.push(StreamPlan { src, stream, metas, cells, map, n_src, tensors });
         }
         Ok(KvPlan { scope, streams })
+    }
+}
+
+impl StreamPlan<'_> {
+    /// Which of the state's cells are kept, in order.
+    fn kept(&self) -> impl Iterator<Item = u32> + '_ {
+        self.map.moves().iter().flat_map(|m| m.src..m.src + m.len)
     }
 }
 
@@ -437,6 +440,47 @@ impl KvCache {
             self.cells[stream]
                 .place(Some(dest), &state.metas, self.geometry.swa, true)
                 .map_err(|shortage| self.geometry.shortage(shortage, stream))
+        })
+    }
+
+    /// Puts a state into the cells that its source's state takes. Changes nothing.
+    pub fn state_place_beside<'a>(
+        &self,
+        state: KvState<'a>,
+        scope: Scope,
+        source: &KvPlan<'_>,
+    ) -> Result<KvPlan<'a>> {
+        let geometry = &self.geometry;
+        let layout = |got: usize, want: usize| geometry.mismatch("mirrored slot layout", got, want, None);
+        if state.streams.len() != source.streams.len() {
+            return Err(layout(state.streams.len(), source.streams.len()));
+        }
+        for (own, source) in state.streams.iter().zip(&source.streams) {
+            if own.stream != source.src {
+                return Err(geometry.mismatch("mirrored stream", own.stream, source.src, None));
+            }
+            if own.metas.len() != source.n_src as usize {
+                return Err(layout(own.metas.len(), source.n_src as usize));
+            }
+            for (own, source) in source.kept().map(|i| &own.metas[i as usize]).zip(&source.metas) {
+                if own.pos != source.pos {
+                    return Err(geometry.mismatch("mirrored pos", own.pos, source.pos, None));
+                }
+                if own.seqs != source.seqs {
+                    return Err(geometry.mismatch(
+                        "mirrored n_seq_id",
+                        own.seqs.len(),
+                        source.seqs.len(),
+                        None,
+                    ));
+                }
+            }
+        }
+        let mut sources = source.streams.iter();
+        state.place(geometry, scope, |_, _, state| {
+            let source = sources.next().filter(|source| source.src == state.stream);
+            let source = source.ok_or_else(|| layout(state.metas.len(), 0))?;
+            Ok(Placement { kept: source.kept().collect(), cells: source.cells.clone() })
         })
     }
 

@@ -202,6 +202,6 @@ fn write_rows<'a>(sink: &mut impl Sink<'a>, tensor: &TensorGeometry, rows: Regio
     sink.write_tensor(rows)
 }
 
-fn count(n: usize) -> Result<u32> {
+pub(super) fn count(n: usize) -> Result<u32> {
     u32::try_from(n).map_err(|_| Error::arg("count", format!("{n} does not fit the format's 32 bits")))
 }

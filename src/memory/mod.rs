@@ -1,83 +1,57 @@
 //! The memory of a context: sections in write order, and what is done to all of them at once.
 //!
-//! One attention cache is one section; an iSWA pair is two, full attention first. An operation on the memory
-//! is done in every section or, where it can be refused, in none.
+//! One attention cache is one section; an iSWA pair is two, full attention first; recurrent states are one more, behind the
+//! attention caches. An operation on the memory is done in every section or, where it can be refused, in none.
 
+mod dsv4;
 mod geometry;
 mod kv_cache;
 mod kv_read;
 mod kv_view;
 mod kv_write;
+mod planes;
+mod presets;
+mod recurrent;
 mod rope;
+mod section;
 
+pub use dsv4::{Dsv4Compressor, Dsv4CompressorParams, Dsv4Memory, Dsv4Params, Dsv4Planes, Dsv4Tensor};
 pub use geometry::{KvParams, LayerParams, Streams, TensorParams, swa_kv_size};
-pub use kv_cache::KvPlanes;
+pub use kv_cache::{KvMemory, KvPlanes};
 pub use kv_read::LegacyRotation;
 pub use kv_view::{KvView, SlotInfos, TensorInput, ViewCell, ViewCells};
+pub use planes::SectionMemory;
+pub use recurrent::{
+    RecurrentLayerParams, RecurrentMemory, RecurrentParams, RecurrentPlanes, RecurrentSlot, RecurrentState,
+    RecurrentTensor,
+};
 pub use rope::RopeParams;
+pub use section::{SectionKind, SectionParams};
 
+pub(crate) use dsv4::Dsv4Cache;
 pub(crate) use kv_cache::KvCache;
-pub(crate) use kv_read::{KvPlan, ReadParams};
+pub(crate) use kv_read::ReadParams;
 pub(crate) use kv_view::ViewPlan;
 pub(crate) use kv_write::{Scope, WriteParams};
+pub(crate) use recurrent::{FoundSlot, RecurrentCache, SequenceSet};
 pub(crate) use rope::SectionRope;
+pub(crate) use section::Section;
 
 use crate::error::{Error, Result};
 use crate::format::StateVersion;
 use crate::state::{Input, Sink, Source};
-use crate::storage::{self, ProgressCallback, Transfer};
+use crate::storage::{self, Plane, ProgressCallback, Transfer};
 use crate::types::{Pos, PosRange, Seq, StateFlags};
+use section::{SHARED, SectionPlan};
 
-/// What a section is made of.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum SectionParams {
-    /// An attention cache.
-    Kv {
-        /// Geometry.
-        kv: KvParams,
-        /// Where K and V are.
-        memory: KvMemory,
-    },
-}
-
-/// Where K and V of an attention cache are.
-#[derive(Debug, Default)]
-pub enum KvMemory {
-    /// Allocated here, in host memory.
-    #[default]
-    Host,
-    /// Allocated here: the CUDA device of each layer, `None` for host memory.
-    Devices(Vec<Option<i32>>),
-    /// The caller's.
-    Adopted(KvPlanes),
-}
-
-impl From<KvParams> for SectionParams {
-    fn from(kv: KvParams) -> Self {
-        Self::Kv { kv, memory: KvMemory::Host }
-    }
-}
-
-/// A section. Every kind answers the calls below; the memory asks them in write order.
-#[derive(Debug)]
-enum Section {
-    Kv(KvCache),
-}
-
-/// What a commit will do, by section; `None` where the state holds nothing of the section.
+/// What a commit will do, by section.
 #[derive(Debug)]
 pub(crate) struct MemoryPlan<'a> {
-    sections: Vec<Option<SectionPlan<'a>>>,
+    sections: Vec<SectionPlan<'a>>,
     /// The input behind the state.
     pub end: Source<'a>,
     /// Sections of an older llama.cpp's partial state that were checked and skipped.
     pub n_legacy_skipped: usize,
-}
-
-#[derive(Debug)]
-enum SectionPlan<'a> {
-    Kv(KvPlan<'a>),
 }
 
 /// Sections in write order.
@@ -92,118 +66,212 @@ impl Memory {
         if params.is_empty() {
             return Err(Error::arg("sections", "0 sections, a context has at least one"));
         }
-        let is_full = |SectionParams::Kv { kv, .. }: &SectionParams| kv.swa.is_none();
-        let full_attention: Vec<bool> = params.iter().map(is_full).collect();
-        let name = |i: usize| match full_attention[..] {
-            [_] => "kv".to_owned(),
-            [true, false] => ["base", "swa"][i].to_owned(),
-            _ => format!("kv {i}"),
-        };
-        let build = |(i, params): (usize, SectionParams)| {
-            let SectionParams::Kv { kv, memory } = params;
-            KvCache::new(&name(i), &kv, memory, streams).map(Section::Kv)
-        };
-        let sections = params.into_iter().enumerate().map(build).collect::<Result<_>>()?;
-        Ok(Self { sections, streams })
+        let names = names(&params);
+        let build = |(params, name): (SectionParams, String)| Section::new(&name, params, streams);
+        let sections = params.into_iter().zip(names).map(build).collect::<Result<_>>()?;
+        let memory = Self { sections, streams };
+        memory.check_mirrors()?;
+        memory.check_dsv4()?;
+        Ok(memory)
+    }
+
+    fn check_mirrors(&self) -> Result<()> {
+        for (i, section) in self.sections.iter().enumerate() {
+            let Some((kv, source)) = section.as_kv().and_then(|kv| Some((kv, kv.geometry.mirrors?))) else {
+                continue;
+            };
+            let attention = self.sections[..i].get(source).and_then(Section::as_kv);
+            let source = attention.ok_or_else(|| {
+                let reason = format!("{source} is no attention cache before section {i}");
+                Error::arg(format!("{}.mirrors", section.name()), reason)
+            })?;
+            kv.geometry.check_mirrors(&source.geometry)?;
+        }
+        Ok(())
+    }
+
+    /// The header of a DSV4 state is that of all its sections.
+    fn check_dsv4(&self) -> Result<()> {
+        match (self.dsv4(), &self.sections[..]) {
+            (None, _) | (_, [Section::Kv(_), Section::Kv(_), Section::Dsv4(_)]) => Ok(()),
+            (Some(_), sections) => {
+                let names: Vec<_> = sections.iter().map(Section::name).collect();
+                let reason = format!(
+                    "{}; DSV4 is a pair of attention caches and the compressed half",
+                    names.join(", ")
+                );
+                Err(Error::arg("sections", reason))
+            }
+        }
     }
 
     /// Bytes of the planes on devices.
     pub fn device_bytes(&self) -> u64 {
-        self.kv_caches().map(KvCache::device_bytes).sum()
+        planes::bytes(self.planes(), |plane| plane.device().is_some())
     }
 
     /// The device of each plane that is on one.
     pub fn devices(&self) -> impl Iterator<Item = i32> + '_ {
-        self.kv_caches().flat_map(KvCache::devices)
+        self.planes().filter_map(Plane::device)
     }
 
     /// Bytes that were allocated where `on` says.
     pub fn allocated(&self, on: impl Fn(Option<i32>) -> bool) -> u64 {
-        self.kv_caches().map(|kv| kv.allocated(&on)).sum()
+        planes::bytes(self.planes(), |plane| plane.is_allocated() && on(plane.device()))
+    }
+
+    fn planes(&self) -> impl Iterator<Item = &Plane> {
+        self.sections.iter().flat_map(Section::planes)
     }
 
     pub fn streams(&self) -> Streams {
         self.streams
     }
 
-    /// The attention caches, in write order.
-    pub fn kv_caches(&self) -> impl ExactSizeIterator<Item = &KvCache> {
-        self.sections.iter().map(|Section::Kv(kv)| kv)
+    /// The sections, in write order.
+    pub fn sections(&self) -> &[Section] {
+        &self.sections
     }
 
-    pub fn kv_caches_mut(&mut self) -> impl ExactSizeIterator<Item = &mut KvCache> {
-        self.sections.iter_mut().map(|Section::Kv(kv)| kv)
+    pub fn section_mut(&mut self, section: usize) -> Option<&mut Section> {
+        self.sections.get_mut(section)
+    }
+
+    /// The attention caches, in write order.
+    pub fn kv_caches(&self) -> impl Iterator<Item = &KvCache> {
+        self.sections.iter().filter_map(Section::as_kv)
+    }
+
+    pub fn kv_caches_mut(&mut self) -> impl Iterator<Item = &mut KvCache> {
+        self.sections.iter_mut().filter_map(Section::as_kv_mut)
+    }
+
+    fn recurrent_caches(&self) -> impl Iterator<Item = &RecurrentCache> {
+        self.sections.iter().filter_map(Section::as_recurrent)
+    }
+
+    pub fn section(&self, section: usize) -> Result<&Section> {
+        let n = self.sections.len();
+        let found = self.sections.get(section);
+        found.ok_or_else(|| Error::arg("section", format!("{section} is out of range [0, {n})")))
     }
 
     pub fn kv_cache(&self, section: usize) -> Result<&KvCache> {
-        let n = self.sections.len();
-        self.kv_caches()
-            .nth(section)
-            .ok_or_else(|| Error::arg("section", format!("{section} is out of range [0, {n})")))
+        let found = self.section(section)?;
+        let other = || Error::arg("section", format!("{section} is {}, no attention cache", found.name()));
+        found.as_kv().ok_or_else(other)
     }
 
     pub fn kv_cache_mut(&mut self, section: usize) -> Result<&mut KvCache> {
-        let n = self.sections.len();
-        self.kv_caches_mut()
-            .nth(section)
-            .ok_or_else(|| Error::arg("section", format!("{section} is out of range [0, {n})")))
+        self.kv_cache(section)?;
+        let found = self.sections.get_mut(section).and_then(Section::as_kv_mut);
+        found.ok_or_else(|| Error::Internal(format!("section {section} is gone")))
+    }
+
+    pub fn recurrent_cache(&self, section: usize) -> Result<&RecurrentCache> {
+        let found = self.section(section)?;
+        let other = || Error::arg("section", format!("{section} is {}, not recurrent", found.name()));
+        found.as_recurrent().ok_or_else(other)
     }
 
     // Sequence operations: all sections or none.
 
     pub fn clear(&mut self, data: bool, transfer: &Transfer) -> Result<()> {
-        self.kv_caches_mut().for_each(KvCache::forget);
-        if !data {
-            return Ok(());
-        }
-        self.kv_caches_mut().try_for_each(|kv| kv.zero_all(transfer))
+        all(self.sections.iter_mut().map(|section| section.clear(data, transfer)))
     }
 
-    /// Attention can remove any range.
-    pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange) -> bool {
-        self.kv_caches_mut().for_each(|kv| kv.seq_rm(seq, range));
-        true
+    /// The last position of a sequence in attention.
+    fn raw_pos_max(&self, seq: Option<Seq>) -> Option<Pos> {
+        self.position_section()?.seq_pos_max(seq?)
+    }
+
+    /// Whether every section can remove just that.
+    pub fn can_seq_rm(&self, seq: Option<Seq>, range: PosRange) -> bool {
+        let pos_max = self.raw_pos_max(seq);
+        self.sections.iter().all(|section| section.can_seq_rm(seq, range, pos_max))
+    }
+
+    /// How many positions can be cut off the end of a sequence so that its states are there; `None`: any.
+    pub fn max_cut(&self, seq: Seq) -> Option<u32> {
+        self.sections.iter().filter_map(|section| section.max_cut(seq)).min()
+    }
+
+    /// False, and nothing has changed, if a section cannot remove just that. If it fails, it is removed, and rows that are not used
+    /// any more may not be zero.
+    pub fn seq_rm(&mut self, seq: Option<Seq>, range: PosRange, transfer: &Transfer) -> Result<bool> {
+        if !self.can_seq_rm(seq, range) {
+            return Ok(false);
+        }
+        let pos_max = self.raw_pos_max(seq);
+        all(self.sections.iter_mut().map(|section| section.seq_rm(seq, range, pos_max, transfer)))?;
+        Ok(true)
     }
 
     /// Whether [`Memory::seq_cp`] can be done.
     pub fn check_seq_cp(&self, src: Seq, dst: Seq, range: PosRange) -> Result<()> {
-        self.kv_caches().try_for_each(|kv| kv.check_seq_cp(src, dst, range))
+        self.sections.iter().try_for_each(|section| section.check_seq_cp(src, dst, range))
     }
 
     /// If it fails, the destination is empty.
     pub fn seq_cp(&mut self, src: Seq, dst: Seq, range: PosRange, transfer: &Transfer) -> Result<()> {
-        let copied = self.kv_caches_mut().try_for_each(|kv| kv.seq_cp(src, dst, range, transfer));
+        let mut sections = self.sections.iter_mut();
+        let copied = sections.try_for_each(|section| section.seq_cp(src, dst, range, transfer));
         if copied.is_err() {
-            // Nothing can be had back of what it held.
-            self.seq_rm(Some(dst), PosRange::ALL);
+            // Nothing can be had back of what it held. What went wrong first is what the caller has to know.
+            if let Err(error) = self.seq_rm(Some(dst), PosRange::ALL, transfer) {
+                log::error!("the rows of a sequence that could not be copied are not zeroed: {error}");
+            }
         }
         copied
     }
 
-    pub fn seq_keep(&mut self, seq: Seq) {
-        self.kv_caches_mut().for_each(|kv| kv.seq_keep(seq));
+    pub fn seq_keep(&mut self, seq: Seq, transfer: &Transfer) -> Result<()> {
+        if self.dsv4().is_none() {
+            self.sections.iter_mut().for_each(|section| section.seq_keep(seq));
+            return Ok(());
+        }
+        let n_seq_max = self.streams.n_seq_max;
+        let others = (0..n_seq_max.cast_signed()).filter_map(|seq_id| Seq::new(seq_id, n_seq_max));
+        let others: Vec<Seq> = others.filter(|&other| other != seq).collect();
+        all(others.into_iter().map(|other| self.seq_rm(Some(other), PosRange::ALL, transfer).map(drop)))
+    }
+
+    /// The compressed half of a DSV4 memory.
+    pub fn dsv4(&self) -> Option<&Dsv4Cache> {
+        self.sections.iter().find_map(Section::as_dsv4)
     }
 
     pub fn seq_add(&mut self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {
-        self.kv_caches().try_for_each(|kv| kv.check_seq_add(seq, range, delta))?;
-        self.kv_caches_mut().try_for_each(|kv| kv.seq_add(seq, range, delta))
+        self.sections.iter().try_for_each(|section| section.check_seq_add(seq, range, delta))?;
+        self.sections.iter_mut().try_for_each(|section| section.seq_add(seq, range, delta))
     }
 
     pub fn seq_div(&mut self, seq: Seq, range: PosRange, d: i32) -> Result<()> {
-        self.kv_caches_mut().try_for_each(|kv| kv.seq_div(seq, range, d))
+        self.sections.iter_mut().try_for_each(|section| section.seq_div(seq, range, d))
     }
 
-    /// The section that knows which positions are usable: the window's, where there is one.
+    /// The attention cache that knows which positions are usable: the window's, where there is one.
     fn position_section(&self) -> Option<&KvCache> {
         self.kv_caches().find(|kv| !kv.geometry.swa.is_none()).or_else(|| self.kv_caches().next())
     }
 
+    /// From where a sequence is usable: attention cannot go on without the recurrent state, nor the other way round.
+    ///
+    /// An empty half counts as -1, so that a sequence whose recurrent state alone was restored does not look usable.
     pub fn seq_pos_min(&self, seq: Seq) -> Option<Pos> {
-        self.position_section().and_then(|kv| kv.seq_pos_min(seq))
+        if self.dsv4().is_some() {
+            // Compressed rows cannot go back within the window.
+            return self.seq_pos_max(seq);
+        }
+        let attention = self.position_section().map(|kv| kv.seq_pos_min(seq));
+        let recurrent = self.recurrent_caches().map(|recurrent| recurrent.seq_pos(seq));
+        attention.into_iter().chain(recurrent).max().flatten()
     }
 
     pub fn seq_pos_max(&self, seq: Seq) -> Option<Pos> {
-        self.position_section().and_then(|kv| kv.seq_pos_max(seq))
+        let attention = self.position_section().map(|kv| kv.seq_pos_max(seq));
+        let recurrent = self.recurrent_caches().map(|recurrent| recurrent.seq_pos(seq));
+        attention.into_iter().chain(recurrent).min().flatten()
     }
 
     /// Sections of different sizes lose cells at different times: a shift would leave them out of step.
@@ -216,7 +284,9 @@ impl Memory {
     // State
 
     pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, params: WriteParams) -> Result<()> {
-        self.kv_caches().try_for_each(|kv| kv.state_write(sink, params))
+        let pos_max = self.raw_pos_max(params.scope.seq());
+        self.sections.iter().try_for_each(|section| section.write_header(sink, params.flags))?;
+        self.sections.iter().try_for_each(|section| section.state_write(sink, params, pos_max))
     }
 
     /// Reads, checks and places every section. Changes nothing.
@@ -281,24 +351,23 @@ impl Memory {
     ) -> Result<MemoryPlan<'a>> {
         let mut sections = Vec::with_capacity(self.sections.len());
         let mut n_legacy_skipped = 0;
-        for kv in self.kv_caches() {
-            if kv.geometry.writes(flags) {
-                let state = kv.geometry.state_read(&mut source, params)?;
-                sections.push(Some(SectionPlan::Kv(kv.state_place(state, params.scope)?)));
-            } else {
-                if legacy {
-                    kv.geometry.state_read(&mut source, params)?;
-                    n_legacy_skipped += 1;
-                }
-                sections.push(None);
+        self.sections.iter().try_for_each(|section| section.read_header(&mut source, flags))?;
+        for section in &self.sections {
+            let mut plan = SectionPlan::Nothing;
+            if section.writes(flags) {
+                plan = section.state_plan(&mut source, flags, params, &sections)?;
+            } else if let Some(kv) = section.as_kv().filter(|_| legacy) {
+                kv.geometry.state_read(&mut source, params)?;
+                n_legacy_skipped += 1;
             }
+            sections.push(plan);
         }
         Ok(MemoryPlan { sections, end: source, n_legacy_skipped })
     }
 
     /// Whether a commit overwrites cells that hold something: it cannot be taken back then.
     pub fn state_overwrites(&self, plan: &MemoryPlan<'_>) -> bool {
-        self.planned(plan).any(|(kv, plan)| kv.state_overwrites(plan))
+        self.sections.iter().zip(&plan.sections).any(|(section, plan)| section.state_overwrites(plan))
     }
 
     /// Does what was planned, the tensors of all sections in one batch.
@@ -316,49 +385,79 @@ impl Memory {
         if overwrites {
             // What can be missing for the transfer is missed now, when nothing has been taken.
             let batch: Vec<_> =
-                self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_scatter(plan)).collect();
+                self.planned(plan).flat_map(|(section, plan)| section.state_scatter(plan)).collect();
             fetched = Some(storage::prepare(&batch, transfer)?);
             drop(batch);
-            self.planned_mut(plan).for_each(|(kv, plan)| kv.state_apply(plan));
+            self.planned(plan).for_each(|(section, plan)| section.state_apply(plan));
         }
         let mut batch: Vec<_> =
-            self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_scatter(plan)).collect();
+            self.planned(plan).flat_map(|(section, plan)| section.state_scatter(plan)).collect();
         let scattered = match fetched {
             Some(fetched) => fetched.scatter(&mut batch, transfer, progress),
             None => storage::scatter(&mut batch, transfer, progress),
         };
         drop(batch);
-        if !overwrites && scattered.is_ok() {
-            self.planned_mut(plan).for_each(|(kv, plan)| kv.state_apply(plan));
-        }
-        if overwrites && scattered.is_err() {
-            self.planned_mut(plan).for_each(|(kv, plan)| kv.state_forget(plan));
-            // What went wrong first is what the caller has to know.
-            let cells: Vec<_> = self.planned_mut(plan).flat_map(|(kv, plan)| kv.state_cells(plan)).collect();
-            if let Err(error) = storage::zero_cells(cells, transfer) {
-                log::error!("the cells of a state that could not be restored are not zeroed: {error}");
+        let copied = scattered.and_then(|()| {
+            let rest = self.planned(plan).flat_map(|(section, plan)| section.state_rest(plan));
+            storage::zero_cells(rest.collect(), transfer)
+        });
+        if copied.is_ok() {
+            if !overwrites {
+                self.planned(plan).for_each(|(section, plan)| section.state_apply(plan));
             }
+            return Ok(());
         }
-        scattered
+        if overwrites {
+            self.planned(plan).for_each(|(section, plan)| section.state_forget(plan));
+        }
+        // Cells that were free may hold anything.
+        let touched = self.planned(plan).filter(|(section, _)| overwrites || !section.has_cells());
+        let cells = touched.flat_map(|(section, plan)| section.state_cells(plan)).collect();
+        // What went wrong first is what the caller has to know.
+        if let Err(error) = storage::zero_cells(cells, transfer) {
+            log::error!("the cells of a state that could not be restored are not zeroed: {error}");
+        }
+        copied
     }
 
     fn planned<'p>(
-        &'p self,
-        plan: &'p MemoryPlan<'_>,
-    ) -> impl Iterator<Item = (&'p KvCache, &'p KvPlan<'p>)> {
-        self.kv_caches().zip(&plan.sections).filter_map(|(kv, plan)| {
-            let SectionPlan::Kv(plan) = plan.as_ref()?;
-            Some((kv, plan))
-        })
-    }
-
-    fn planned_mut<'p>(
         &'p mut self,
         plan: &'p MemoryPlan<'_>,
-    ) -> impl Iterator<Item = (&'p mut KvCache, &'p KvPlan<'p>)> {
-        self.kv_caches_mut().zip(&plan.sections).filter_map(|(kv, plan)| {
-            let SectionPlan::Kv(plan) = plan.as_ref()?;
-            Some((kv, plan))
-        })
+    ) -> impl Iterator<Item = (&'p mut Section, &'p SectionPlan<'p>)> {
+        self.sections.iter_mut().zip(&plan.sections)
     }
+}
+
+/// Does all of them; the first error is told.
+fn all(results: impl Iterator<Item = Result<()>>) -> Result<()> {
+    results.fold(Ok(()), Result::and)
+}
+
+/// What the sections are called in messages.
+fn names(params: &[SectionParams]) -> Vec<String> {
+    let is_full = |params: &SectionParams| match params {
+        SectionParams::Kv { kv, .. } if kv.mirrors.is_none() => Some(kv.swa.is_none()),
+        _ => None,
+    };
+    let attention: Vec<bool> = params.iter().filter_map(is_full).collect();
+    let kv_name = |i: usize| match attention[..] {
+        [_] => "kv".to_owned(),
+        [true, false] => ["base", "swa"][i].to_owned(),
+        _ => format!("kv {i}"),
+    };
+    let mut n_kv = 0;
+    let name = |params: &SectionParams| match params {
+        SectionParams::Kv { kv: KvParams { mirrors: Some(source), .. }, .. } => match attention[..] {
+            [_] => "indexer".to_owned(),
+            _ => format!("indexer of {source}"),
+        },
+        SectionParams::Kv { .. } => {
+            n_kv += 1;
+            kv_name(n_kv - 1)
+        }
+        SectionParams::Recurrent { .. } => "recurrent".to_owned(),
+        SectionParams::Shared => SHARED.to_owned(),
+        SectionParams::Dsv4 { .. } => "dsv4".to_owned(),
+    };
+    params.iter().map(name).collect()
 }

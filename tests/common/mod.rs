@@ -6,7 +6,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use kvstate::format::GgmlType;
-use kvstate::memory::{KvParams, LayerParams, LegacyRotation, TensorParams};
+use kvstate::memory::{
+    Dsv4CompressorParams, Dsv4Memory, Dsv4Params, KvParams, LayerParams, LegacyRotation,
+    RecurrentLayerParams, RecurrentParams, SectionParams, TensorParams,
+};
 use kvstate::types::{Pos, SeqId, StateFlags, Swa, SwaType, Token};
 use kvstate::{Context, ContextParams};
 use serde::Deserialize;
@@ -50,12 +53,36 @@ pub struct Restore {
 /// A section of the state. A state without cells does not say what its layers are.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Section {
+    pub kind: String,
+    #[serde(default)]
     pub name: String,
+    #[serde(default)]
     pub cell_ext: bool,
+    #[serde(default)]
     n_swa: u32,
+    #[serde(default)]
     swa_type: u32,
-    /// Cells of each stream.
+    /// Cells of each stream; of a recurrent section, its states.
+    #[serde(default)]
     pub cells: Vec<u32>,
+    #[serde(default)]
+    n_layer: usize,
+    /// Layer, ggml type and bytes of a row.
+    #[serde(default)]
+    r_layer_type_rowbytes: Vec<(usize, i32, u64)>,
+    #[serde(default)]
+    s_layer_type_rowbytes: Vec<(usize, i32, u64)>,
+    /// Layer and bytes of a row.
+    p_layer_rowbytes: Option<(usize, u64)>,
+    /// Of DSV4: number of the layer, and its tensors.
+    #[serde(default)]
+    layers: Vec<Vec<serde_json::Value>>,
+    #[serde(default)]
+    ratio: u32,
+    #[serde(default)]
+    state_size: u32,
+    #[serde(default)]
+    n_embd_state: u32,
     v_trans: Option<u32>,
     n_rot_k: Option<u32>,
     n_rot_v: Option<u32>,
@@ -64,13 +91,58 @@ pub struct Section {
     v_type_rowbytes: Option<Vec<(i32, u64)>>,
 }
 
-/// One state of an attention or iSWA cache, with its sidecar.
+impl Section {
+    pub fn is_attention(&self) -> bool {
+        self.kind == "attention"
+    }
+
+    pub fn is_full_attention(&self) -> bool {
+        self.is_attention() && self.swa_type == 0
+    }
+
+    /// Bytes that a cell of an attention section takes in a state, without its metadata.
+    pub fn cell_bytes(&self) -> u64 {
+        let tensors = self.k_type_rowbytes.iter().chain(&self.v_type_rowbytes).flatten();
+        tensors.map(|&(_, row_size)| row_size).sum()
+    }
+
+    fn is_of_dsv4(&self) -> bool {
+        self.kind.starts_with("dsv4_")
+    }
+
+    /// The geometry of a recurrent section.
+    pub fn recurrent(&self) -> RecurrentParams {
+        let mut params = RecurrentParams::default();
+        params.layers.resize(self.n_layer, RecurrentLayerParams::default());
+        for &(layer, ggml_type, row_size) in &self.r_layer_type_rowbytes {
+            params.layers[layer].r = Some(tensor(ggml_type, row_size));
+        }
+        for &(layer, ggml_type, row_size) in &self.s_layer_type_rowbytes {
+            params.layers[layer].s = Some(tensor(ggml_type, row_size));
+        }
+        if let Some((layer, row_size)) = self.p_layer_rowbytes {
+            let r = params.layers[layer].r.expect("a layer with R");
+            params.layers[layer].p = Some(tensor(r.ggml_type.as_i32(), row_size).n_embd);
+        }
+        params
+    }
+}
+
+fn tensor(number: i32, row_size: u64) -> TensorParams {
+    let ggml_type = GgmlType::from_i32(number).unwrap();
+    let n_block = u32::try_from(row_size).unwrap() / ggml_type.type_size();
+    TensorParams { ggml_type, n_embd: n_block * ggml_type.block_size() }
+}
+
+/// One state, with its sidecar.
 #[derive(Clone, Debug)]
 pub struct Fixture {
     root: PathBuf,
     /// Path of its files below the folder, without extension: the name in messages.
     pub name: String,
     pub sidecar: Sidecar,
+    /// The sections of the cache: those of the whole state, where the folder has it.
+    cache: Vec<Section>,
 }
 
 /// The small part of the fixtures that is kept with the tests.
@@ -88,12 +160,12 @@ pub fn folder() -> PathBuf {
     if shared.is_dir() { shared } else { repository_folder() }
 }
 
-/// The attention and iSWA fixtures of [`folder`], sorted by name.
+/// The fixtures of [`folder`], sorted by name.
 pub fn fixtures() -> Vec<Fixture> {
     fixtures_in(&folder())
 }
 
-/// The attention and iSWA fixtures below `root`, sorted by name.
+/// The fixtures below `root`, sorted by name.
 pub fn fixtures_in(root: &Path) -> Vec<Fixture> {
     let mut found = Vec::new();
     for sub in ["", "v2/", "v3/", "v4_twins/"] {
@@ -130,20 +202,37 @@ pub fn whole_contexts(suffix: &str) -> Vec<(PathBuf, Fixture)> {
     found
 }
 
+/// Those that are made of attention caches.
+const ATTENTION: [&str; 4] =
+    ["llama_kv_cache", "llama_kv_cache_iswa", "llama_kv_cache_dsa", "llama_kv_cache_msa"];
+const MEMORIES: [&str; 9] = [
+    ATTENTION[0],
+    ATTENTION[1],
+    ATTENTION[2],
+    ATTENTION[3],
+    "llama_memory_recurrent",
+    "llama_memory_hybrid",
+    "llama_memory_hybrid_iswa",
+    "llama_memory_hybrid_idx",
+    "llama_kv_cache_dsv4",
+];
+
 impl Fixture {
     fn open(root: &Path, sub: &str, json: &Path) -> Option<Self> {
         let name = format!("{sub}{}", json.file_stem()?.to_str()?);
         let text = fs::read(json).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
-        let memory = value["memory"].as_str().unwrap_or_default();
-        // DSA and MSA are two attention caches, one of which mirrors the cells of the other: in a fresh cache,
-        // both are placed alike.
-        let attention = ["llama_kv_cache", "llama_kv_cache_iswa", "llama_kv_cache_dsa", "llama_kv_cache_msa"];
-        if !attention.contains(&memory) {
+        if !MEMORIES.contains(&value["memory"].as_str().unwrap_or_default()) {
             return None;
         }
-        let sidecar = serde_json::from_value(value).unwrap_or_else(|e| panic!("{name}.json: {e}"));
-        Some(Self { root: root.to_owned(), name, sidecar })
+        let sidecar: Sidecar = serde_json::from_value(value).unwrap_or_else(|e| panic!("{name}.json: {e}"));
+        // A partial state has nothing of full attention.
+        let whole = json.with_file_name(json.file_name()?.to_str()?.replace("_partial", "_none"));
+        let cache = match fs::read(whole) {
+            Ok(text) => serde_json::from_slice::<Sidecar>(&text).unwrap().sections,
+            Err(_) => sidecar.sections.clone(),
+        };
+        Some(Self { root: root.to_owned(), name, sidecar, cache })
     }
 
     /// The fixture's file with this extension, if it is there.
@@ -173,9 +262,14 @@ impl Fixture {
         self.sidecar.memory == "llama_kv_cache_iswa"
     }
 
+    /// Whether all sections are attention caches.
+    pub fn is_attention(&self) -> bool {
+        ATTENTION.contains(&&*self.sidecar.memory)
+    }
+
     /// Full attention in a partial state: only older builds of llama.cpp wrote it.
     pub fn is_legacy_partial(&self) -> bool {
-        self.is_partial() && !self.is_iswa()
+        self.is_partial() && self.sidecar.sections.iter().any(Section::is_full_attention)
     }
 
     /// Smallest and largest position after a restore.
@@ -200,11 +294,11 @@ impl Fixture {
         s.n_ctx_seq.unwrap_or(if s.kv_unified { s.n_ctx } else { s.n_ctx / s.n_seq_max })
     }
 
-    /// The sections of the cache that the state is of, with streams of `kv_size` cells.
+    /// The attention caches of the memory that the state is of, with streams of `kv_size` cells.
     pub fn sections(&self, kv_size: u32) -> Vec<KvParams> {
-        let mut sections: Vec<_> =
-            self.sidecar.sections.iter().map(|section| self.section(section, kv_size)).collect();
-        // A partial state has nothing of the full-attention half.
+        let attention = self.cache.iter().filter(|section| section.is_attention());
+        let mut sections: Vec<_> = attention.map(|section| self.section(section, kv_size)).collect();
+        // Without the whole state beside it, a partial state does not say what the full-attention half is.
         if self.is_iswa() && sections.len() == 1 {
             let mut base = sections[0].clone();
             base.swa = Swa::NONE;
@@ -213,16 +307,86 @@ impl Fixture {
         sections
     }
 
+    /// All sections of the memory, attention caches as `change` leaves them.
+    pub fn sections_with(&self, kv_size: u32, change: impl Fn(&mut KvParams)) -> Vec<SectionParams> {
+        let mirrors = |name: &str| {
+            let is_source = |section: &Section| ["mla", "base", "attn"].contains(&&*section.name);
+            ["lid", "idx"].contains(&name).then(|| self.cache.iter().position(is_source).expect("a source"))
+        };
+        let change = |mut kv: KvParams| {
+            change(&mut kv);
+            kv.into()
+        };
+        if self.is_iswa() {
+            return self.sections(kv_size).into_iter().map(change).collect();
+        }
+        let section = |section: &Section| {
+            if section.is_attention() {
+                change(KvParams { mirrors: mirrors(&section.name), ..self.section(section, kv_size) })
+            } else {
+                section.recurrent().into()
+            }
+        };
+        let sections = self.cache.iter().filter(|section| !section.is_of_dsv4()).map(section);
+        sections.chain(self.dsv4(kv_size)).collect()
+    }
+
+    pub fn is_dsv4(&self) -> bool {
+        self.sidecar.memory == "llama_kv_cache_dsv4"
+    }
+
+    /// The compressed half of a DSV4 memory.
+    fn dsv4(&self, kv_size: u32) -> Option<SectionParams> {
+        let of = |kind: &str, name: &str| {
+            self.cache.iter().find(|section| section.kind == kind && section.name == name)
+        };
+        let compressor = |name: &str| {
+            let (k, state) = (of("dsv4_k_cache", name)?, of("dsv4_compressor", name)?);
+            let number = |value: &serde_json::Value| value.as_u64().expect("a number");
+            let layer = &k.layers[0][1];
+            let ggml_type = i32::try_from(number(&layer["type"])).unwrap();
+            Some(Dsv4CompressorParams {
+                ratio: state.ratio,
+                kv_size: kv_size.div_ceil(state.ratio),
+                layers: k.layers.iter().map(|layer| u32::try_from(number(&layer[0])).unwrap()).collect(),
+                k: tensor(ggml_type, number(&layer["rowbytes"])),
+                state_size: state.state_size,
+                n_embd_state: state.n_embd_state,
+            })
+        };
+        let dsv4 = Dsv4Params {
+            csa: compressor("csa")?,
+            hca: compressor("hca")?,
+            lid: compressor("lid")?,
+            n_rs_seq: 0,
+        };
+        Some(SectionParams::Dsv4 { dsv4, memory: Dsv4Memory::Host })
+    }
+
+    /// The sections that a partial state holds.
+    pub fn sections_of_state(&self) -> Vec<SectionParams> {
+        let section = |section: &Section| {
+            if section.is_attention() {
+                self.section(section, self.kv_size()).into()
+            } else {
+                section.recurrent().into()
+            }
+        };
+        self.sidecar.sections.iter().map(section).collect()
+    }
+
     /// A section as the sidecar describes it.
     pub fn section(&self, section: &Section, kv_size: u32) -> KvParams {
         let s = &self.sidecar;
-        let mut kv = KvParams::new(kv_size, 0, self.layers(section)[0]);
+        let any = tensor(0, 4);
+        let mut kv = KvParams::new(kv_size, 0, LayerParams { k: any, v: None });
         kv.layers = self.layers(section);
         kv.swa = Swa::new(SwaType::from_u32(section.swa_type).unwrap(), section.n_swa).unwrap();
         kv.v_trans = section.v_trans.unwrap_or(s.v_trans) != 0;
         kv.cell_ext = section.cell_ext;
         [kv.n_rot_k, kv.n_rot_v] = match &s.n_rot_true {
-            Some(by_name) => by_name[&section.name],
+            // A partial state's sidecar speaks of its own sections only; no fixture leaves out a rotated one.
+            Some(by_name) => by_name.get(&section.name).copied().unwrap_or_default(),
             None => [section.n_rot_k.unwrap_or(0), section.n_rot_v.unwrap_or(0)],
         };
         kv
@@ -240,11 +404,7 @@ impl Fixture {
                 .map(|(&k, &v)| LayerParams { k: tensor(&s.type_k, k), v: Some(tensor(&s.type_v, v)) })
                 .collect();
         };
-        let tensor = |&(number, row_size): &(i32, u64)| {
-            let ggml_type = GgmlType::from_i32(number).unwrap();
-            let n_block = u32::try_from(row_size).unwrap() / ggml_type.type_size();
-            TensorParams { ggml_type, n_embd: n_block * ggml_type.block_size() }
-        };
+        let tensor = |&(number, row_size): &(i32, u64)| tensor(number, row_size);
         let v = |layer: usize| section.v_type_rowbytes.as_ref().map(|v| tensor(&v[layer]));
         k.iter().enumerate().map(|(layer, k)| LayerParams { k: tensor(k), v: v(layer) }).collect()
     }
@@ -270,9 +430,9 @@ impl Fixture {
 
     /// A context of the state's sections with other sequences and sizes.
     pub fn params_with(&self, n_seq_max: u32, unified: bool, kv_size: u32) -> ContextParams {
-        let sections = self.sections(kv_size).into_iter().map(Into::into).collect();
-        let mut params = ContextParams::new(n_seq_max, sections);
-        params.unified = unified;
+        let mut params = ContextParams::new(n_seq_max, self.sections_with(kv_size, |_| ()));
+        // DSV4 has one stream for each sequence.
+        params.unified = unified && !self.is_dsv4();
         params.arch.clone_from(&self.sidecar.arch);
         params.legacy_rotation = self.rotation();
         params

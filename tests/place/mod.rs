@@ -21,7 +21,10 @@ use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys;
 use kvstate::error::Result;
-use kvstate::memory::{KvMemory, KvParams, KvPlanes, SectionParams};
+use kvstate::memory::{
+    Dsv4Memory, KvMemory, KvParams, KvPlanes, RecurrentLayerParams, RecurrentMemory, RecurrentParams,
+    RecurrentPlanes, SectionParams, TensorParams,
+};
 use kvstate::storage::{Device, Plane, PlaneShape, StagingParams, alloc_pinned, free_pinned};
 use kvstate::{Context, ContextParams};
 
@@ -121,6 +124,15 @@ pub fn placed(params: ContextParams) -> ContextParams {
             let memory = memory(&kv, n_stream);
             SectionParams::Kv { kv, memory }
         }
+        SectionParams::Recurrent { recurrent, memory: RecurrentMemory::Host } => {
+            let memory = recurrent_memory(&recurrent, params.n_seq_max);
+            SectionParams::Recurrent { recurrent, memory }
+        }
+        SectionParams::Dsv4 { dsv4, memory: Dsv4Memory::Host } => {
+            let n_layer = [&dsv4.csa, &dsv4.hca, &dsv4.lid].into_iter().flat_map(|of| &of.layers).max();
+            let devices = (0..=n_layer.map_or(0, |&il| il as usize)).map(|il| place().device(il));
+            SectionParams::Dsv4 { dsv4, memory: Dsv4Memory::Devices(devices.collect()) }
+        }
         section => section,
     });
     let small = StagingParams { size: 4096, count: 3 };
@@ -161,6 +173,27 @@ fn memory(kv: &KvParams, n_stream: usize) -> KvMemory {
         }
     }
     KvMemory::Adopted(planes)
+}
+
+fn recurrent_memory(recurrent: &RecurrentParams, n_seq_max: u32) -> RecurrentMemory {
+    if place() != Place::Adopted {
+        return RecurrentMemory::Devices(
+            (0..recurrent.layers.len()).map(|layer| place().device(layer)).collect(),
+        );
+    }
+    let n_rows = n_seq_max * (1 + recurrent.n_rs_seq);
+    let plane = |tensor: Option<TensorParams>| {
+        let tensor = tensor?;
+        let row_size = tensor.ggml_type.row_size(tensor.n_embd).filter(|&size| size > 0)?;
+        Some(adopted(n_rows, PlaneShape::Rows { row_size, cell_stride: row_size + 16 }))
+    };
+    let layers = &recurrent.layers;
+    let p = |layer: &RecurrentLayerParams| Some(TensorParams { n_embd: layer.p?, ..layer.r? });
+    RecurrentMemory::Adopted(RecurrentPlanes {
+        r: layers.iter().map(|layer| plane(layer.r)).collect(),
+        s: layers.iter().map(|layer| plane(layer.s)).collect(),
+        p: layers.iter().map(|layer| plane(p(layer))).collect(),
+    })
 }
 
 /// Zeroed memory for tensors of the test's own, where this run has those of a layer.

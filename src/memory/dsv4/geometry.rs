@@ -1,0 +1,169 @@
+//! What the compressed half of a DSV4 memory is made of, checked once.
+
+use crate::error::{Error, Result};
+use crate::format::GgmlType;
+use crate::memory::geometry::{Streams, TensorGeometry, TensorParams};
+
+/// A compressor of DSV4 attention: a K cache with a row for every `ratio` positions, and the state in which the next row grows.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dsv4CompressorParams {
+    /// Positions of a compressed row.
+    pub ratio: u32,
+    /// Rows of K in each stream.
+    pub kv_size: u32,
+    /// The layers of the model that have it, ascending.
+    pub layers: Vec<u32>,
+    /// A row of K.
+    pub k: TensorParams,
+    /// Rows of a state.
+    pub state_size: u32,
+    /// Elements of a row of a state, which is f32.
+    pub n_embd_state: u32,
+}
+
+/// The compressed half of `llama_kv_cache_dsv4`, behind its raw iSWA pair: three compressors. Everything is one stream per sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Dsv4Params {
+    /// Compressed sparse attention.
+    pub csa: Dsv4CompressorParams,
+    /// Heavily compressed attention.
+    pub hca: Dsv4CompressorParams,
+    /// The lightning indexer.
+    pub lid: Dsv4CompressorParams,
+    /// Positions by which the end of a sequence can be cut off after a ubatch; 0: none.
+    pub n_rs_seq: u32,
+}
+
+/// One of the three compressors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Dsv4Compressor {
+    /// Compressed sparse attention.
+    Csa,
+    /// Heavily compressed attention.
+    Hca,
+    /// The lightning indexer.
+    Lid,
+}
+
+impl Dsv4Compressor {
+    /// In the order of a state.
+    pub(super) const ALL: [Self; 3] = [Self::Csa, Self::Hca, Self::Lid];
+
+    pub(super) fn name(self) -> &'static str {
+        ["csa", "hca", "lid"][self as usize]
+    }
+}
+
+/// A tensor of a compressor's layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dsv4Tensor {
+    /// Compressed K.
+    K,
+    /// The state's sums of values.
+    Kv,
+    /// The state's sums of scores.
+    Score,
+}
+
+/// A tensor of the section, with a plane for each stream (K) or for each stream and rollback plane (state).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LayerTensor {
+    pub compressor: Dsv4Compressor,
+    pub which: Dsv4Tensor,
+    /// Number of the layer in the model.
+    pub il: u32,
+    pub geometry: TensorGeometry,
+    /// Rows of a plane.
+    pub n_rows: u32,
+    pub n_plane: usize,
+}
+
+impl LayerTensor {
+    pub fn place(&self, name: &str) -> String {
+        let which = format!("{:?}", self.which).to_lowercase();
+        format!("section {name}, {} {which} of layer {}", self.compressor.name(), self.il)
+    }
+}
+
+/// The section's geometry. Invariant: everything in it has been checked against everything else.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Dsv4Geometry {
+    /// What the section is called in messages.
+    pub name: String,
+    pub n_stream: u32,
+    pub n_rs_seq: u32,
+    pub compressors: [Dsv4CompressorParams; 3],
+    /// In the order of a state: K of all compressors, then their states, layer by layer.
+    pub tensors: Vec<LayerTensor>,
+}
+
+impl Dsv4Geometry {
+    pub fn new(params: Dsv4Params, name: &str, streams: Streams) -> Result<Self> {
+        let bad = |field: String, reason: String| Err(Error::arg(format!("{name}.{field}"), reason));
+        if streams.n_stream != streams.n_seq_max {
+            let reason = format!("{} stream for {} sequences", streams.n_stream, streams.n_seq_max);
+            return Err(Error::arg("unified", reason + ", DSV4 has one for each"));
+        }
+        let Dsv4Params { csa, hca, lid, n_rs_seq } = params;
+        let compressors = [csa, hca, lid];
+        let planes = n_rs_seq.checked_add(1).and_then(|n| n.checked_mul(streams.n_stream));
+        let Some(n_state_planes) = planes.and_then(|n| usize::try_from(n).ok()) else {
+            let reason = format!("{n_rs_seq} rollback planes of {} streams", streams.n_stream);
+            return bad("n_rs_seq".into(), reason);
+        };
+        let mut k = Vec::new();
+        let mut states = Vec::new();
+        for (compressor, params) in Dsv4Compressor::ALL.into_iter().zip(&compressors) {
+            let of = compressor.name();
+            let sizes = [
+                ("ratio", params.ratio),
+                ("kv_size", params.kv_size),
+                ("state_size", params.state_size),
+                ("n_embd_state", params.n_embd_state),
+            ];
+            if let Some((field, _)) = sizes.into_iter().find(|&(_, size)| size == 0) {
+                return bad(format!("{of}.{field}"), "0".into());
+            }
+            if !params.layers.is_sorted_by(|a, b| a < b) {
+                return bad(format!("{of}.layers"), format!("{:?}, they ascend", params.layers));
+            }
+            let place = |field: &'static str| move || format!("{name}.{of}.{field}");
+            let row = TensorGeometry::new(params.k, place("k"))?;
+            let state = TensorParams { ggml_type: GgmlType::F32, n_embd: params.n_embd_state };
+            let state = TensorGeometry::new(state, place("n_embd_state"))?;
+            let tensor = |which, il, geometry, n_rows, n_plane| LayerTensor {
+                compressor,
+                which,
+                il,
+                geometry,
+                n_rows,
+                n_plane,
+            };
+            for &il in &params.layers {
+                k.push(tensor(Dsv4Tensor::K, il, row, params.kv_size, streams.n_stream as usize));
+                for which in [Dsv4Tensor::Kv, Dsv4Tensor::Score] {
+                    states.push(tensor(which, il, state, params.state_size, n_state_planes));
+                }
+            }
+        }
+        k.append(&mut states);
+        Ok(Self { name: name.to_owned(), n_stream: streams.n_stream, n_rs_seq, compressors, tensors: k })
+    }
+
+    pub fn compressor(&self, which: Dsv4Compressor) -> &Dsv4CompressorParams {
+        &self.compressors[which as usize]
+    }
+
+    /// The tensors of one kind of a compressor, with their places among all.
+    pub fn tensors_of(
+        &self,
+        compressor: Dsv4Compressor,
+        is_state: bool,
+    ) -> impl Iterator<Item = (usize, &LayerTensor)> {
+        self.tensors
+            .iter()
+            .enumerate()
+            .filter(move |(_, t)| t.compressor == compressor && (t.which != Dsv4Tensor::K) == is_state)
+    }
+}
