@@ -1,8 +1,11 @@
 //! A context: the memory of one model's sequences, and the states that are taken of it.
 
+mod checkpoints;
 mod engine;
+mod rewind;
 mod snapshot;
 
+pub use checkpoints::{Checkpoint, CheckpointMemory, Checkpoints, CheckpointsParams, Resumed, Verdict};
 pub use engine::{Slot, UbatchToken};
 pub use snapshot::Snapshot;
 

@@ -8,18 +8,21 @@ mod kv_cache;
 mod kv_read;
 mod kv_view;
 mod kv_write;
+mod rewind;
 mod rope;
 
 pub use geometry::{KvParams, LayerParams, Streams, TensorParams, swa_kv_size};
 pub use kv_cache::KvPlanes;
 pub use kv_read::LegacyRotation;
 pub use kv_view::{KvView, SlotInfos, TensorInput, ViewCell, ViewCells};
+pub use rewind::RewindObstacle;
 pub use rope::RopeParams;
 
 pub(crate) use kv_cache::KvCache;
 pub(crate) use kv_read::{KvPlan, ReadParams};
 pub(crate) use kv_view::ViewPlan;
 pub(crate) use kv_write::{Scope, WriteParams};
+pub(crate) use rewind::SavedReach;
 pub(crate) use rope::SectionRope;
 
 use crate::error::{Error, Result};
