@@ -370,24 +370,25 @@ fn a_way_back_that_makes_no_sense_changes_nothing() {
 // Why a checkpoint does not serve
 
 fn told(verdicts: &[Verdict]) -> Vec<String> {
-    let words = |verdict: &Verdict| match verdict {
-        Verdict::Serves { pos } => format!("serves at {pos}"),
-        Verdict::PastDivergence { pos_max, pos } => format!("{pos_max} is past {pos}"),
-        Verdict::Masked(obstacle) => obstacle.to_string(),
-        Verdict::Unfit(error) => error.to_string(),
-        other => format!("{other:?}"),
-    };
-    verdicts.iter().map(words).collect()
+    verdicts.iter().map(Verdict::to_string).collect()
+}
+
+fn past(pos_max: Pos, pos: Pos) -> String {
+    format!("past the divergence: its largest position is {pos_max}, the history diverges at {pos}")
+}
+
+fn serves(pos: Pos) -> String {
+    format!("serves at position {pos}")
 }
 
 #[test]
 fn a_checkpoint_past_the_divergence_says_so() {
     let (ctx, taken) = with_checkpoints(CheckpointMemory::Host);
     let verdicts = |pos| told(&taken.verdicts(&ctx, pos).expect("verdicts"));
-    assert_eq!(verdicts(64), ["serves at 16", "serves at 32", "serves at 48"]);
-    assert_eq!(verdicts(40), ["serves at 16", "serves at 32", "47 is past 40"]);
-    assert_eq!(verdicts(31), ["serves at 16", "serves at 31", "47 is past 31"]);
-    assert_eq!(verdicts(0), ["15 is past 0", "31 is past 0", "47 is past 0"]);
+    assert_eq!(verdicts(64), [serves(16), serves(32), serves(48)]);
+    assert_eq!(verdicts(40), [serves(16), serves(32), past(47, 40)]);
+    assert_eq!(verdicts(31), [serves(16), serves(31), past(47, 31)]);
+    assert_eq!(verdicts(0), [past(15, 0), past(31, 0), past(47, 0)]);
 }
 
 #[test]
@@ -397,9 +398,9 @@ fn a_checkpoint_without_the_full_attention_before_it_says_so() {
     assert_eq!(
         told(&taken.verdicts(&ctx, 40).expect("verdicts")),
         [
-            "serves at 16",
-            "section base has positions 0 to 19, and a token at 32 needs positions 0 to 31",
-            "47 is past 40"
+            serves(16),
+            "section base has positions 0 to 19, and a token at 32 needs positions 0 to 31".to_owned(),
+            past(47, 40)
         ]
     );
 }

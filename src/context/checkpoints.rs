@@ -4,6 +4,8 @@
 //! measured against the distance from the end: a server that takes back `n` tokens goes back to at most a constant factor of
 //! `n` before the end, not to the start of the history.
 
+use std::fmt;
+
 use super::rewind::checked_pos;
 use super::{Context, Snapshot};
 use crate::error::{Error, Result};
@@ -119,6 +121,22 @@ pub enum Verdict {
     Masked(RewindObstacle),
     /// It cannot be restored into this context: it is of other sections, or cells are missing.
     Unfit(Error),
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Serves { pos } => write!(f, "serves at position {pos}"),
+            Self::PastDivergence { pos_max, pos } => {
+                write!(
+                    f,
+                    "past the divergence: its largest position is {pos_max}, the history diverges at {pos}"
+                )
+            }
+            Self::Masked(obstacle) => obstacle.fmt(f),
+            Self::Unfit(error) => error.fmt(f),
+        }
+    }
 }
 
 /// What [`Checkpoints::resume`] has done.
