@@ -151,6 +151,41 @@ pub struct Resumed {
 /// The checkpoints of a sequence, by position. They belong to the history that the sequence has: after
 /// [`Checkpoints::resume`] those of positions that are gone are dropped; whoever cuts the sequence himself tells it by
 /// [`Checkpoints::truncate`].
+///
+/// ```
+/// use kvstate::context::{Checkpoints, CheckpointsParams, Resumed};
+/// # use kvstate::context::UbatchToken;
+/// # use kvstate::format::GgmlType;
+/// # use kvstate::memory::{KvParams, LayerParams, TensorParams};
+/// # use kvstate::types::{CellExt, Pos, Swa, SwaType};
+/// # use kvstate::{Context, ContextParams};
+/// # fn main() -> kvstate::Result<()> {
+/// # let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 64 };
+/// # let layer = LayerParams { k: tensor, v: Some(tensor) };
+/// # let swa = Swa::new(SwaType::Standard, 8).expect("a window has a size");
+/// # let swa = KvParams { swa, ..KvParams::new(16, 1, layer) };
+/// # let mut context = Context::new(ContextParams::new(1, vec![KvParams::new(256, 1, layer).into(), swa.into()]))?;
+/// # let decode = |context: &mut Context, tokens: std::ops::Range<Pos>| -> kvstate::Result<()> {
+/// #     for pos in tokens {
+/// #         let token = UbatchToken { pos, ext: CellExt::default(), seq_ids: &[0] };
+/// #         context.commit(&context.prepare(&[token])?)?;
+/// #     }
+/// #     Ok(())
+/// # };
+/// // A window of 8 positions, and cells for 16.
+/// let mut checkpoints = Checkpoints::new(0, CheckpointsParams::default())?;
+/// decode(&mut context, 0..32)?;
+/// checkpoints.take(&mut context, 32)?;
+/// decode(&mut context, 32..64)?;
+///
+/// // The next prompt shares 40 tokens, of which the window has lost what the 41st sees.
+/// assert!(!context.can_rewind(0, 40)?);
+/// let resumed = checkpoints.resume(&mut context, 40)?;
+/// assert_eq!(resumed, Resumed { pos: 32, restored: Some(32) });
+/// assert_eq!(context.seq_pos_max(0)?, 31);
+/// # Ok(())
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Checkpoints {
     seq_id: SeqId,
