@@ -87,6 +87,21 @@
 // RoPE turns elements of two halves of a head: i and i + n_rope_dims / 2.
 #define KVS_ROPE_TYPE_NEOX 2
 
+// Bytes of the text of a reason, its NUL included.
+#define KVS_REASON_SIZE 160
+
+// Nothing is in the way.
+#define KVS_REWIND_POSSIBLE 0
+
+// The sequence does not reach that far.
+#define KVS_REWIND_PAST_END 1
+
+// A section no longer has what a token at that position sees.
+#define KVS_REWIND_CELLS_GONE 2
+
+// A section keeps states of a few positions only (recurrent layers), and none to go on from there.
+#define KVS_REWIND_NO_STATE 3
+
 // The plane is in host memory.
 #define KVS_DEVICE_HOST (-1)
 
@@ -96,6 +111,18 @@
 // V of a layer.
 #define KVS_KV_V 1
 
+// Restored and cut, the sequence can go on.
+#define KVS_CHECKPOINT_SERVES 0
+
+// It was taken behind the divergence, and does not hold what a token there sees.
+#define KVS_CHECKPOINT_PAST_DIVERGENCE 1
+
+// After a restore something would be missing that a token sees.
+#define KVS_CHECKPOINT_MASKED 2
+
+// It cannot be restored into this context: it is of other sections, or cells are missing.
+#define KVS_CHECKPOINT_UNFIT 3
+
 // A call failed, or something was damaged.
 #define KVS_LOG_ERROR 1
 
@@ -104,6 +131,10 @@
 
 // Worth knowing.
 #define KVS_LOG_INFO 3
+
+// The checkpoints of one sequence, by position. They belong to the history that the sequence has, and outlive the context. One
+// call at a time may use them; calls marked Const may run side by side.
+typedef struct kvs_checkpoints kvs_checkpoints;
 
 // A context: the KV cache of a model's sequences.
 typedef struct kvs_context kvs_context;
@@ -313,6 +344,22 @@ typedef struct kvs_memory *kvs_memory_t;
 // Sequence id, below n_seq_max.
 typedef int32_t kvs_seq_id;
 
+// Why a sequence cannot be rewound to a position.
+typedef struct kvs_rewind_obstacle {
+    // KVS_REWIND_POSSIBLE, or why not. The fields below are set where it says so, and -1 otherwise.
+    uint32_t kind;
+    // First position that a token at the wanted one needs (CELLS_GONE).
+    kvs_pos need_min;
+    // The last one (CELLS_GONE).
+    kvs_pos need_max;
+    // First position that the section has (CELLS_GONE), or can go on at (NO_STATE); -1: none.
+    kvs_pos has_min;
+    // Last position that the section has (CELLS_GONE) or can go on at (NO_STATE), or the sequence has (PAST_END); -1: none.
+    kvs_pos has_max;
+    // The same in words, with the section, cut to the size; empty for KVS_REWIND_POSSIBLE.
+    char text[KVS_REASON_SIZE];
+} kvs_rewind_obstacle;
+
 // Token id.
 typedef int32_t kvs_token;
 
@@ -425,6 +472,48 @@ typedef struct kvs_memory_usage {
     // Staging buffers in the memory of devices.
     uint64_t staging_device;
 } kvs_memory_usage;
+
+// Where checkpoints are: KVS_CHECKPOINT_MEMORY_CACHE or _HOST.
+typedef uint32_t kvs_checkpoint_memory;
+
+// How many checkpoints of a sequence there may be. Fill with kvs_checkpoints_params_init first.
+typedef struct kvs_checkpoints_params {
+    // sizeof(kvs_checkpoints_params), set by the init call.
+    size_t struct_size;
+    // Most checkpoints, at least 1; by default 32.
+    uint32_t n_max;
+    // So many positions more to compute make no difference; when room is needed, checkpoints that are closer go first. By
+    // default 256.
+    uint32_t min_step;
+    // Most bytes of all of them; 0 (by default): no bound.
+    uint64_t max_bytes;
+    // Where they are; by default KVS_CHECKPOINT_MEMORY_CACHE.
+    kvs_checkpoint_memory memory;
+    // 0.
+    uint32_t reserved;
+} kvs_checkpoints_params;
+
+// A partial state to go back to.
+typedef struct kvs_checkpoint {
+    // Tokens of the history then, as the caller counts them.
+    int64_t n_tokens;
+    // Bytes of its state.
+    uint64_t size;
+    // From this position on every section has the sequence after a restore: cells that a window masked do not count.
+    kvs_pos pos_min;
+    // The largest position of the sequence then.
+    kvs_pos pos_max;
+} kvs_checkpoint;
+
+// What a checkpoint is worth for a history that diverges.
+typedef struct kvs_checkpoint_verdict {
+    // KVS_CHECKPOINT_SERVES, or why not.
+    uint32_t kind;
+    // Where the sequence could go on; 0 if the checkpoint does not serve.
+    kvs_pos pos;
+    // The same in words, cut to the size.
+    char text[KVS_REASON_SIZE];
+} kvs_checkpoint_verdict;
 
 // Calls that reach tensors which are in no host memory. They return 0, or anything else to fail; neither throws.
 typedef struct kvs_tensor_access {
@@ -625,6 +714,12 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // new one replaces it. The state survives kvs_memory_clear.
 #define KVS_STATE_SEQ_FLAGS_ON_DEVICE 2
 
+// In the memory that the cache is in, a device's or the host's.
+#define KVS_CHECKPOINT_MEMORY_CACHE 0
+
+// In host memory.
+#define KVS_CHECKPOINT_MEMORY_HOST 1
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
@@ -728,6 +823,23 @@ kvs_pos kvs_memory_seq_pos_max(kvs_memory_t mem, kvs_seq_id seq_id);
 
 // Whether positions can be shifted: somebody rotates K, and all sections have the same size. Const.
 bool kvs_memory_can_shift(kvs_memory_t mem);
+
+// Whether kvs_memory_seq_rm(mem, seq_id, pos, -1) would leave a sequence that can go on at pos: every token from there on sees
+// what it would have seen in a fresh run. False on failure, too. Const.
+bool kvs_memory_can_rewind(kvs_memory_t mem,
+                           kvs_seq_id seq_id,
+                           kvs_pos pos);
+
+// The largest position, at most pos, to which the sequence can be rewound; 0: all has to be computed anew. -1: failed. Const.
+kvs_pos kvs_memory_rewind_pos(kvs_memory_t mem,
+                              kvs_seq_id seq_id,
+                              kvs_pos pos);
+
+// Why a sequence cannot be rewound to pos. Const.
+kvs_status kvs_memory_rewind_obstacle(kvs_memory_t mem,
+                                      kvs_seq_id seq_id,
+                                      kvs_pos pos,
+                                      struct kvs_rewind_obstacle *obstacle_out);
 
 // Bytes of the state of the whole context. Const.
 size_t kvs_state_get_size(struct kvs_context *ctx);
@@ -1071,6 +1183,60 @@ kvs_status kvs_job_wait(const struct kvs_job *job,
 // Frees a job; one that has not ended is cancelled and waited for. NULL is fine.
 void kvs_job_free(struct kvs_job *job);
 
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_checkpoints_params_init(struct kvs_checkpoints_params *params, size_t struct_size);
+
+// Makes room for the checkpoints of a sequence; params NULL: the defaults. Free it with kvs_checkpoints_free.
+kvs_status kvs_checkpoints_new(kvs_seq_id seq_id,
+                               const struct kvs_checkpoints_params *params,
+                               struct kvs_checkpoints **checkpoints_out);
+
+// Frees them all; NULL is fine.
+void kvs_checkpoints_free(struct kvs_checkpoints *checkpoints);
+
+// Takes a checkpoint of the sequence as it is, with n_tokens tokens in its history. Those that are not behind it are replaced:
+// the history was rewound meanwhile. Others make room before memory is taken, as n_max and max_bytes demand: those whose loss
+// leaves the smallest gap, measured against its distance from the end. Fails for a sequence that is empty or cannot go on at
+// its end, and with KVS_STATUS_OUT_OF_MEMORY for a checkpoint that alone exceeds max_bytes; no checkpoint is lost then. If
+// memory or a device fails, those that made room are gone.
+kvs_status kvs_checkpoints_take(struct kvs_checkpoints *checkpoints,
+                                struct kvs_context *ctx,
+                                int64_t n_tokens);
+
+// Brings the sequence back to the largest position, at most pos, from which it can go on as in a fresh run: it is cut as it is,
+// or the best checkpoint is restored and cut. pos is the first position whose token is another one, or is to be computed again
+// for its logits. The sequence then holds exactly the positions below *pos_out; 0: nothing served, it is empty. *n_tokens_out
+// (NULL: not wanted) is n_tokens of the checkpoint that was restored, -1 without one. Checkpoints behind that position are
+// dropped. On failure the checkpoints are as before, and the sequence as after a kvs_snapshot_restore that fails.
+kvs_status kvs_checkpoints_resume(struct kvs_checkpoints *checkpoints,
+                                  struct kvs_context *ctx,
+                                  kvs_pos pos,
+                                  kvs_pos *pos_out,
+                                  int64_t *n_tokens_out);
+
+// Tells that the history goes on at pos: checkpoints that hold that position or a later one are dropped. Whoever cuts the
+// sequence himself says so; kvs_checkpoints_resume does it alone.
+kvs_status kvs_checkpoints_truncate(struct kvs_checkpoints *checkpoints,
+                                    kvs_pos pos);
+
+// How many there are. 0 on failure. Const.
+size_t kvs_checkpoints_count(const struct kvs_checkpoints *checkpoints);
+
+// Bytes of all their states. 0 on failure. Const.
+size_t kvs_checkpoints_size(const struct kvs_checkpoints *checkpoints);
+
+// Tells of the checkpoint at an index, in the order of positions. Const.
+kvs_status kvs_checkpoints_get(const struct kvs_checkpoints *checkpoints,
+                               size_t index,
+                               struct kvs_checkpoint *checkpoint_out);
+
+// What the checkpoint at an index is worth if the history diverges at pos. Changes nothing. Const.
+kvs_status kvs_checkpoints_verdict(const struct kvs_checkpoints *checkpoints,
+                                   const struct kvs_context *ctx,
+                                   size_t index,
+                                   kvs_pos pos,
+                                   struct kvs_checkpoint_verdict *verdict_out);
+
 // Fills a view with defaults: one stream, full attention, no layers.
 kvs_status kvs_kv_view_init(struct kvs_kv_view *view, size_t struct_size);
 
@@ -1336,6 +1502,13 @@ static inline kvs_context_params kvs_context_default_params(void) {
 static inline kvs_transfer_params kvs_transfer_default_params(void) {
     kvs_transfer_params params;
     kvs_transfer_params_init(&params, sizeof params);
+    return params;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_checkpoints_params kvs_checkpoints_default_params(void) {
+    kvs_checkpoints_params params;
+    kvs_checkpoints_params_init(&params, sizeof params);
     return params;
 }
 

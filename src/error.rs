@@ -273,6 +273,14 @@ pub enum Error {
         /// How much.
         bytes: u64,
     },
+    /// A checkpoint that is larger than all checkpoints of its sequence may be.
+    #[error("a checkpoint of {need} bytes does not fit max_bytes: {max_bytes}")]
+    CheckpointTooLarge {
+        /// Bytes of its state.
+        need: u64,
+        /// Bytes that the checkpoints may take.
+        max_bytes: u64,
+    },
     /// A call into the owner of cells, tensors or bytes that failed.
     #[error("{name} of the caller failed: {code}")]
     Callback {
@@ -378,7 +386,7 @@ impl Error {
             Self::ShiftFailed { .. } => Status::ShiftFailed,
             Self::Stale { .. } | Self::StalePlan { .. } => Status::Stale,
             Self::Io { .. } => Status::Io,
-            Self::OutOfMemory { .. } => Status::OutOfMemory,
+            Self::OutOfMemory { .. } | Self::CheckpointTooLarge { .. } => Status::OutOfMemory,
             Self::Callback { .. } => Status::Callback,
             Self::Cancelled { .. } => Status::Cancelled,
             Self::NoCuda { .. } => Status::NoCuda,

@@ -122,6 +122,13 @@ impl Swa {
             SwaType::Symmetric => p1 - n_swa / 2,
         }
     }
+
+    /// First and last of the earlier positions that a token at `pos` sees; `None`: it sees none.
+    #[must_use]
+    pub fn seen_before(self, pos: Pos) -> Option<(Pos, Pos)> {
+        let first = Pos::try_from(self.first_unmasked(pos).max(0)).ok()?;
+        (first < pos).then(|| (first, pos - 1))
+    }
 }
 
 /// What a cell knows beyond its position: the M-RoPE position and the token (`llama_kv_cell_ext`).

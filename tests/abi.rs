@@ -456,6 +456,20 @@ c_tests! { snapshot on_the_host_and_on_devices:
     a_null_argument_fails_every_call,
 }
 
+c_tests! { checkpoint on_the_host_and_on_devices:
+    a_sequence_says_where_it_can_be_rewound,
+    a_sequence_says_why_it_cannot_be_rewound,
+    checkpoints_tell_what_they_cover,
+    a_history_that_diverges_resumes_at_the_best_checkpoint,
+    a_checkpoint_says_why_it_does_not_serve,
+    checkpoints_keep_to_their_number_and_bytes,
+    checkpoints_outlive_their_context,
+    parameters_that_make_no_sense_are_refused,
+    arguments_out_of_range_change_nothing,
+    a_handle_that_is_none_fails_every_call,
+    a_null_argument_fails_every_call,
+}
+
 c_tests! { device on_devices:
     devices_are_checked_by_number,
     layers_on_two_devices_and_the_host_have_the_state_of_the_host,

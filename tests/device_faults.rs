@@ -7,13 +7,14 @@ mod gpu;
 mod support;
 
 use std::fs;
+use std::ops::Range;
 use std::path::PathBuf;
 
 use gpu::{Engine, alone, no_context, on_device, staged};
-use kvstate::context::{Shift, Snapshot};
+use kvstate::context::{Checkpoint, Checkpoints, CheckpointsParams, Shift, Snapshot};
 use kvstate::error::{Error, Result, Status};
 use kvstate::memory::RopeParams;
-use kvstate::types::{RopeType, SeqId, StateFlags};
+use kvstate::types::{Pos, RopeType, SeqId, StateFlags};
 use kvstate::{Context, ContextParams, storage};
 use support::place::fakecuda::{Alone, LAUNCH_FAILED, OUT_OF_MEMORY, UNKNOWN};
 use support::{Held, Image, NONE, ON_DEVICE, decode, held, image, kv, planes, restore, save, standard};
@@ -528,6 +529,87 @@ fn a_snapshot_of_another_device_over_used_cells_fails_and_leaves_all_or_an_empty
         case(filled(8), act, |ctx| held_everywhere(ctx, 0) == expected(0), all_or_empty)
     };
     each_failure(&cuda, make);
+}
+
+// Checkpoints
+
+/// What is done with checkpoints, and what is in the way.
+struct WithCheckpoints {
+    ctx: Context,
+    taken: Checkpoints,
+    act: fn(&mut Context, &mut Checkpoints) -> Result<()>,
+    is_done: fn(&Context, &Checkpoints) -> bool,
+    is_as_promised: fn(&Context, &Checkpoints) -> bool,
+}
+
+impl WithCheckpoints {
+    /// One checkpoint behind 8 tokens, then 12 more: the window's cells before 8 are taken over.
+    fn new(
+        act: fn(&mut Context, &mut Checkpoints) -> Result<()>,
+        is_done: fn(&Context, &Checkpoints) -> bool,
+        is_as_promised: fn(&Context, &Checkpoints) -> bool,
+    ) -> Self {
+        let mut ctx = staged(on_device(3, &[kv(32), standard(12, 4)], 0), 64, 2);
+        let mut taken = Checkpoints::new(0, CheckpointsParams::default()).expect("parameters");
+        decode(&mut ctx, 0, 0..8);
+        taken.take(&mut ctx, 8).expect("a checkpoint");
+        support::generate(&mut ctx, 0, 8..20);
+        Self { ctx, taken, act, is_done, is_as_promised }
+    }
+}
+
+impl Scene for WithCheckpoints {
+    fn act(&mut self) -> Result<()> {
+        (self.act)(&mut self.ctx, &mut self.taken)
+    }
+
+    fn check_done(&self) {
+        assert!((self.is_done)(&self.ctx, &self.taken), "{:?}: {:?}", self.taken, contents(&self.ctx));
+    }
+
+    fn check_failed(&self) {
+        assert!((self.is_as_promised)(&self.ctx, &self.taken), "{:?}: {:?}", self.taken, contents(&self.ctx));
+    }
+}
+
+fn ends(taken: &Checkpoints) -> Vec<u64> {
+    taken.as_slice().iter().map(Checkpoint::n_tokens).collect()
+}
+
+/// Positions in both sections, which hold what was decoded there.
+fn positions_are(ctx: &Context, base: Range<Pos>, swa: Range<Pos>) -> bool {
+    [base, swa]
+        .into_iter()
+        .enumerate()
+        .all(|(section, range)| support::positions(ctx, section, 0).into_iter().eq(range))
+        && support::is_intact(ctx, 0, 0)
+}
+
+#[test]
+fn a_checkpoint_fails_and_those_before_it_stay() {
+    let (cuda, _device) = open();
+    each_failure_but(&cuda, &["cuMemAllocAsync"], || {
+        WithCheckpoints::new(
+            |ctx, taken| taken.take(ctx, 20).map(drop),
+            |_, taken| ends(taken) == [8, 20],
+            |ctx, taken| ends(taken) == [8] && positions_are(ctx, 0..20, 8..20),
+        )
+    });
+}
+
+#[test]
+fn going_back_to_a_checkpoint_fails_and_can_be_tried_again() {
+    let (cuda, _device) = open();
+    each_failure(&cuda, || {
+        WithCheckpoints::new(
+            |ctx, taken| taken.resume(ctx, 9).map(drop),
+            |ctx, taken| ends(taken) == [8] && positions_are(ctx, 0..8, 4..8),
+            |ctx, taken| {
+                let window = [8..20, 0..0].into_iter().any(|window| positions_are(ctx, 0..20, window));
+                ends(taken) == [8] && window
+            },
+        )
+    });
 }
 
 #[test]

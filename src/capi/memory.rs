@@ -1,10 +1,13 @@
-//! The memory calls of llama.h.
+//! The memory calls of llama.h, and the questions that servers have about rewinding.
 
+use std::ffi::c_char;
+use std::fmt::Display;
 use std::ptr;
 
-use super::handle::{kvs_context, kvs_memory_t, with_context, with_context_mut};
-use super::status::value_or;
+use super::handle::{kvs_context, kvs_memory_t, out, with_context, with_context_mut};
+use super::status::{kvs_status, status_of, value_or};
 use super::{kvs_pos, kvs_seq_id};
+use crate::memory::RewindObstacle;
 
 /// The memory of ctx, for the kvs_memory_* calls; lives as long as ctx does. NULL: failed. Const.
 #[unsafe(no_mangle)]
@@ -109,4 +112,91 @@ pub unsafe extern "C" fn kvs_memory_seq_pos_max(mem: kvs_memory_t, seq_id: kvs_s
 pub unsafe extern "C" fn kvs_memory_can_shift(mem: kvs_memory_t) -> bool {
     // SAFETY: a memory handle is its context's.
     value_or(false, || unsafe { with_context(mem.cast(), |context| Ok(context.can_shift())) })
+}
+
+/// Bytes of the text of a reason, its NUL included.
+pub const KVS_REASON_SIZE: usize = 160;
+
+/// Why a sequence cannot be rewound to a position.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvs_rewind_obstacle {
+    /// KVS_REWIND_POSSIBLE, or why not. The fields below are set where it says so, and -1 otherwise.
+    pub kind: u32,
+    /// First position that a token at the wanted one needs (CELLS_GONE).
+    pub need_min: kvs_pos,
+    /// The last one (CELLS_GONE).
+    pub need_max: kvs_pos,
+    /// First position that the section has (CELLS_GONE), or can go on at (NO_STATE); -1: none.
+    pub has_min: kvs_pos,
+    /// Last position that the section has (CELLS_GONE) or can go on at (NO_STATE), or the sequence has (PAST_END); -1: none.
+    pub has_max: kvs_pos,
+    /// The same in words, with the section, cut to the size; empty for KVS_REWIND_POSSIBLE.
+    pub text: [c_char; KVS_REASON_SIZE],
+}
+
+/// Nothing is in the way.
+pub const KVS_REWIND_POSSIBLE: u32 = 0;
+/// The sequence does not reach that far.
+pub const KVS_REWIND_PAST_END: u32 = 1;
+/// A section no longer has what a token at that position sees.
+pub const KVS_REWIND_CELLS_GONE: u32 = 2;
+/// A section keeps states of a few positions only (recurrent layers), and none to go on from there.
+pub const KVS_REWIND_NO_STATE: u32 = 3;
+
+/// Whether kvs_memory_seq_rm(mem, seq_id, pos, -1) would leave a sequence that can go on at pos: every token from there on sees
+/// what it would have seen in a fresh run. False on failure, too. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_memory_can_rewind(mem: kvs_memory_t, seq_id: kvs_seq_id, pos: kvs_pos) -> bool {
+    // SAFETY: a memory handle is its context's.
+    value_or(false, || unsafe { with_context(mem.cast(), |context| context.can_rewind(seq_id, pos)) })
+}
+
+/// The largest position, at most pos, to which the sequence can be rewound; 0: all has to be computed anew. -1: failed. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_memory_rewind_pos(
+    mem: kvs_memory_t,
+    seq_id: kvs_seq_id,
+    pos: kvs_pos,
+) -> kvs_pos {
+    // SAFETY: a memory handle is its context's.
+    value_or(-1, || unsafe { with_context(mem.cast(), |context| context.rewind_pos(seq_id, pos)) })
+}
+
+/// Why a sequence cannot be rewound to pos. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_memory_rewind_obstacle(
+    mem: kvs_memory_t,
+    seq_id: kvs_seq_id,
+    pos: kvs_pos,
+    obstacle_out: *mut kvs_rewind_obstacle,
+) -> kvs_status {
+    // SAFETY: a memory handle is its context's.
+    status_of(|| unsafe {
+        let obstacle_out = out("obstacle_out", obstacle_out)?;
+        let obstacle = with_context(mem.cast(), |context| context.rewind_obstacle(seq_id, pos))?;
+        let text = obstacle.as_ref().map_or([0; KVS_REASON_SIZE], reason);
+        let (kind, need, has) = match obstacle {
+            None => (KVS_REWIND_POSSIBLE, (-1, -1), (-1, -1)),
+            Some(RewindObstacle::PastEnd { pos_max, .. }) => (KVS_REWIND_PAST_END, (-1, -1), (-1, pos_max)),
+            Some(RewindObstacle::CellsGone { need, has, .. }) => {
+                (KVS_REWIND_CELLS_GONE, need, has.unwrap_or((-1, -1)))
+            }
+            Some(RewindObstacle::NoState { has, .. }) => {
+                (KVS_REWIND_NO_STATE, (-1, -1), has.unwrap_or((-1, -1)))
+            }
+        };
+        let ((need_min, need_max), (has_min, has_max)) = (need, has);
+        *obstacle_out = kvs_rewind_obstacle { kind, need_min, need_max, has_min, has_max, text };
+        Ok(())
+    })
+}
+
+/// A reason as a string of C, cut to what fits.
+pub(super) fn reason(words: &impl Display) -> [c_char; KVS_REASON_SIZE] {
+    let mut text = [0; KVS_REASON_SIZE];
+    for (to, byte) in text[..KVS_REASON_SIZE - 1].iter_mut().zip(words.to_string().into_bytes()) {
+        *to = byte.cast_signed();
+    }
+    text
 }

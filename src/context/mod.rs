@@ -1,10 +1,13 @@
 //! A context: the memory of one model's sequences, and the states that are taken of it.
 
+mod checkpoints;
 mod engine;
+mod rewind;
 mod shift;
 mod slot;
 mod snapshot;
 
+pub use checkpoints::{Checkpoint, CheckpointMemory, Checkpoints, CheckpointsParams, Resumed, Verdict};
 pub use shift::{PendingShift, Shift, ShiftCallback};
 pub use slot::{Slot, UbatchToken};
 pub use snapshot::Snapshot;

@@ -12,6 +12,7 @@ mod kv_write;
 mod planes;
 mod presets;
 mod recurrent;
+mod rewind;
 mod rope;
 mod section;
 
@@ -25,6 +26,7 @@ pub use recurrent::{
     RecurrentLayerParams, RecurrentMemory, RecurrentParams, RecurrentPlanes, RecurrentSlot, RecurrentState,
     RecurrentTensor,
 };
+pub use rewind::RewindObstacle;
 pub use rope::RopeParams;
 pub use section::{SectionKind, SectionParams};
 
@@ -34,6 +36,7 @@ pub(crate) use kv_read::ReadParams;
 pub(crate) use kv_view::ViewPlan;
 pub(crate) use kv_write::{Scope, WriteParams};
 pub(crate) use recurrent::{FoundSlot, RecurrentCache, SequenceSet};
+pub(crate) use rewind::SavedReach;
 pub(crate) use rope::SectionRope;
 pub(crate) use section::Section;
 

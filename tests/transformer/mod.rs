@@ -4,6 +4,7 @@
 //! all in f32; K and V are in the context's planes, as f32 or f16. With a sliding window every other layer has
 //! it, as in llama.cpp's iSWA models: section 0 holds the layers with full attention, section 1 the others.
 //! A token's logits are the same bits whatever cells its sequence lies in and however tokens are batched.
+#![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(
     clippy::cast_precision_loss,
     clippy::cast_possible_truncation,

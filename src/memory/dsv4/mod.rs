@@ -168,6 +168,11 @@ impl Dsv4Cache {
         Ok(())
     }
 
+    /// Whether there is anything of the sequence.
+    pub fn holds(&self, seq: Seq) -> bool {
+        self.held.contains(seq)
+    }
+
     /// How many positions can be cut off the end of a sequence so that its states are there.
     pub fn max_cut(&self, seq: Seq) -> u32 {
         if self.rollback(seq) > 0 { 0 } else { self.n_older[seq.index()] }

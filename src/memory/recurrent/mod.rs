@@ -71,7 +71,7 @@ impl RecurrentCache {
         Ok(Self { geometry, cells, planes })
     }
 
-    fn has_planes(&self) -> bool {
+    pub fn has_planes(&self) -> bool {
         !self.geometry.tensors.is_empty()
     }
 

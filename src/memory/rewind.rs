@@ -1,0 +1,307 @@
+//! From which positions a sequence can go on: what servers ask before they cut a history.
+//!
+//! A position is usable if every token of the rest sees what it saw before: a section that has dropped cells which a token
+//! there would attend to must say so. Sections drop cells from the oldest on and make no gaps, so the smallest and largest
+//! positions tell. Gaps that a caller made are his own.
+
+use super::kv_write::{Scope, WriteParams};
+use super::{Dsv4Cache, KvCache, Memory, RecurrentCache, Section};
+use crate::error::{Error, Result};
+use crate::types::{Pos, PosRange, Seq, StateFlags, Swa};
+
+/// Why a sequence cannot be cut at a position and go on there.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum RewindObstacle {
+    /// The sequence does not reach that far.
+    #[error("position {pos} is past the end: the largest position is {pos_max}")]
+    PastEnd {
+        /// The position.
+        pos: Pos,
+        /// The largest position of the sequence, -1 if it is empty.
+        pos_max: Pos,
+    },
+    /// A section no longer has what a token at that position sees.
+    #[error("section {section} has {}, and a token at {pos} needs positions {} to {}", words(*.has), need.0, need.1)]
+    CellsGone {
+        /// Name of the section.
+        section: String,
+        /// The position.
+        pos: Pos,
+        /// First and last position that are needed.
+        need: (Pos, Pos),
+        /// First and last position that are there; `None`: nothing.
+        has: Option<(Pos, Pos)>,
+    },
+    /// A section keeps states of a few positions only, and of none that the sequence could go on from there.
+    #[error("section {section} has states to go on at {}, and none for {pos}", words(*.has))]
+    NoState {
+        /// Name of the section.
+        section: String,
+        /// The position.
+        pos: Pos,
+        /// First and last position to go on at; `None`: there is no state.
+        has: Option<(Pos, Pos)>,
+    },
+}
+
+fn words(has: Option<(Pos, Pos)>) -> String {
+    has.map_or_else(|| "no positions".to_owned(), |(first, last)| format!("positions {first} to {last}"))
+}
+
+/// What decides from where a section can go on with a sequence.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Reach {
+    /// First and last position that a window, or full attention, can look back on.
+    Kv { swa: Swa, has: Option<(Pos, Pos)> },
+    /// First and last position to go on at, behind the states that are there.
+    States { has: Option<(Pos, Pos)> },
+    /// It has nothing, and needs nothing.
+    Nothing,
+}
+
+/// What a state of a section is good for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shape {
+    FullAttention,
+    Window(Swa),
+    States,
+    Nothing,
+}
+
+impl std::fmt::Display for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::FullAttention => f.write_str("full attention"),
+            Self::Window(swa) => write!(f, "{:?}, n_swa {}", swa.swa_type(), swa.n_swa()),
+            Self::States => f.write_str("states"),
+            Self::Nothing => f.write_str("nothing"),
+        }
+    }
+}
+
+impl Reach {
+    /// Behind the state of `pos_max`, or up to `max_cut` positions before that.
+    fn of_states(pos_max: Option<Pos>, max_cut: u32) -> Self {
+        let has = pos_max.map(|pos| {
+            let last = pos.saturating_add(1);
+            (last.saturating_sub_unsigned(max_cut).max(1), last)
+        });
+        Self::States { has }
+    }
+
+    fn shape(self) -> Shape {
+        match self {
+            Self::Kv { swa, .. } if swa.is_none() => Shape::FullAttention,
+            Self::Kv { swa, .. } => Shape::Window(swa),
+            Self::States { .. } => Shape::States,
+            Self::Nothing => Shape::Nothing,
+        }
+    }
+
+    /// First and last position that are known.
+    fn positions(self) -> Option<(Pos, Pos)> {
+        match self {
+            Self::Kv { has, .. } => has,
+            Self::States { has } => has.map(|(_, last)| (last - 1, last - 1)),
+            Self::Nothing => None,
+        }
+    }
+
+    fn pos_max(self) -> Option<Pos> {
+        self.positions().map(|(_, last)| last)
+    }
+
+    /// Why the section cannot go on at `pos`; `None`: it can. From 0 every section can.
+    fn obstacle(self, section: &str, pos: Pos) -> Option<RewindObstacle> {
+        let section = || section.to_owned();
+        match self {
+            Self::Kv { swa, has } => {
+                let need = swa.seen_before(pos)?;
+                let is_whole = has.is_some_and(|(first, last)| first <= need.0 && last >= need.1);
+                (!is_whole).then(|| RewindObstacle::CellsGone { section: section(), pos, need, has })
+            }
+            Self::States { has } => {
+                let is_there = pos == 0 || has.is_some_and(|(first, last)| (first..=last).contains(&pos));
+                (!is_there).then(|| RewindObstacle::NoState { section: section(), pos, has })
+            }
+            Self::Nothing => None,
+        }
+    }
+
+    /// The largest position that is at most `at_most` and from which the section can go on.
+    fn last_usable(self, at_most: Pos) -> Pos {
+        match self {
+            Self::Kv { swa, has } => {
+                // Below the end what is seen begins no later, but for a chunk: its first token sees nothing before it.
+                let end = has.and_then(|(_, last)| last.checked_add(1)).unwrap_or(0);
+                let chunk = Pos::try_from(swa.first_unmasked(at_most)).unwrap_or(0);
+                let usable = [at_most, end.min(at_most), chunk.clamp(0, at_most)]
+                    .into_iter()
+                    .filter(|&pos| self.obstacle("", pos).is_none());
+                usable.max().unwrap_or(0)
+            }
+            Self::States { has } => {
+                has.filter(|&(first, _)| first <= at_most).map_or(0, |(_, last)| last.min(at_most))
+            }
+            Self::Nothing => at_most,
+        }
+    }
+}
+
+impl KvCache {
+    fn reach(&self, seq: Seq) -> Reach {
+        Reach::Kv { swa: self.geometry.swa, has: self.seq_pos_min(seq).zip(self.seq_pos_max(seq)) }
+    }
+
+    /// As it is after a restore of the state that would be written now; `None` where that has nothing of the section.
+    fn saved_reach(&self, seq: Seq, params: WriteParams) -> Option<Reach> {
+        let swa = self.geometry.swa;
+        self.geometry.writes(params.flags).then(|| {
+            let entries = self.seq_cells(seq).seq_cells(seq, PosRange::ALL);
+            let kept = &entries[params.first_kept(entries, swa)..];
+            Reach::Kv { swa, has: kept.first().zip(kept.last()).map(|(first, last)| (first.0, last.0)) }
+        })
+    }
+}
+
+impl RecurrentCache {
+    fn reach(&self, seq: Seq) -> Reach {
+        if self.has_planes() {
+            Reach::of_states(self.seq_pos(seq), self.max_cut(seq).unwrap_or(0))
+        } else {
+            Reach::Nothing
+        }
+    }
+}
+
+impl Dsv4Cache {
+    /// `pos_max`: of the raw cache.
+    fn reach(&self, seq: Seq, pos_max: Option<Pos>) -> Reach {
+        Reach::of_states(pos_max.filter(|_| self.holds(seq)), self.max_cut(seq))
+    }
+}
+
+impl Section {
+    fn reach(&self, seq: Seq, raw_pos_max: Option<Pos>) -> Reach {
+        match self {
+            Self::Kv(kv) => kv.reach(seq),
+            Self::Recurrent(recurrent) => recurrent.reach(seq),
+            Self::Dsv4(dsv4) => dsv4.reach(seq, raw_pos_max),
+            Self::Shared => Reach::Nothing,
+        }
+    }
+
+    fn saved_reach(&self, seq: Seq, params: WriteParams, raw_pos_max: Option<Pos>) -> Option<Reach> {
+        match (self, self.reach(seq, raw_pos_max)) {
+            (Self::Kv(kv), _) => kv.saved_reach(seq, params),
+            // One state is saved, the one that the sequence has now.
+            (_, Reach::States { has }) => Some(Reach::States { has: has.map(|(_, last)| (last, last)) }),
+            (_, reach) => Some(reach),
+        }
+    }
+
+    /// From where it could go on after a restore of what was saved; `None`: that had nothing of the section.
+    fn reach_after(&self, live: Reach, saved: Option<Reach>) -> Reach {
+        match (self, saved) {
+            (_, None) => live,
+            // Compressed rows are not in a partial state: those in the cache have to reach as far.
+            (Self::Dsv4(_), Some(saved)) if live.pos_max() < saved.pos_max() => Reach::States { has: None },
+            (_, Some(saved)) => saved,
+        }
+    }
+}
+
+/// From where a sequence could go on after a partial state was restored, by section. `None`: as far as the section can then.
+#[derive(Clone, Debug)]
+pub(crate) struct SavedReach(Vec<Option<Reach>>);
+
+/// From where a sequence can go on: all sections of a memory together.
+#[derive(Debug)]
+pub(crate) struct SeqReach<'a>(Vec<(&'a str, Reach)>);
+
+impl SeqReach<'_> {
+    fn pos_max(&self) -> Option<Pos> {
+        self.0.iter().filter_map(|(_, reach)| reach.pos_max()).max()
+    }
+
+    /// Why a sequence cannot be cut at `pos`, which is at least 0, and go on there.
+    pub fn obstacle(&self, pos: Pos) -> Option<RewindObstacle> {
+        let pos_max = self.pos_max().unwrap_or(-1);
+        if i64::from(pos) > i64::from(pos_max) + 1 {
+            return Some(RewindObstacle::PastEnd { pos, pos_max });
+        }
+        self.0.iter().find_map(|&(section, reach)| reach.obstacle(section, pos))
+    }
+
+    /// The largest position that is at most `at_most`, which is at least 0, and has no obstacle.
+    pub fn last_usable(&self, at_most: Pos) -> Pos {
+        let end = self.pos_max().map_or(0, |pos| pos.saturating_add(1));
+        let mut pos = at_most.min(end);
+        // Each section lowers it to what it can; what all of them leave alone, all can.
+        loop {
+            let lowered = self.0.iter().fold(pos, |pos, (_, reach)| reach.last_usable(pos));
+            if lowered == pos {
+                return pos;
+            }
+            pos = lowered;
+        }
+    }
+}
+
+impl Memory {
+    /// From where `seq` can go on as it is.
+    pub fn reach(&self, seq: Seq) -> SeqReach<'_> {
+        let raw_pos_max = self.raw_pos_max(Some(seq));
+        let of_section = |section: &Section| section.reach(seq, raw_pos_max);
+        SeqReach(self.sections.iter().map(|section| (section.name(), of_section(section))).collect())
+    }
+
+    /// From where it could go on after the restore of a partial state, which must be of as many sections.
+    pub fn reach_after(&self, seq: Seq, saved: &SavedReach) -> SeqReach<'_> {
+        let mut reach = self.reach(seq);
+        for ((section, (_, live)), saved) in self.sections.iter().zip(&mut reach.0).zip(&saved.0) {
+            *live = section.reach_after(*live, *saved);
+        }
+        reach
+    }
+
+    /// What [`Memory::reach_after`] needs to know of a partial state that is written now.
+    pub fn saved_reach(&self, seq: Seq) -> SavedReach {
+        let flags = StateFlags::PARTIAL_ONLY;
+        let params = WriteParams { scope: Scope::Seq(seq), flags, max_masked_cells: None };
+        let raw_pos_max = self.raw_pos_max(Some(seq));
+        SavedReach(
+            self.sections.iter().map(|section| section.saved_reach(seq, params, raw_pos_max)).collect(),
+        )
+    }
+
+    /// Whether a partial state is of sections like these: what it can be cut to depends on their kinds and windows.
+    pub fn check_saved(&self, seq: Seq, saved: &SavedReach) -> Result<()> {
+        let mismatch =
+            |what, state: String, cache: String, place| Err(Error::Mismatch { what, state, cache, place });
+        let live = self.reach(seq).0;
+        if saved.0.len() != live.len() {
+            let (state, cache) = (saved.0.len().to_string(), live.len().to_string());
+            return mismatch("mismatched number of sections", state, cache, "checkpoint".into());
+        }
+        for ((section, live), saved) in live.into_iter().zip(&saved.0) {
+            let (saved, live) = (saved.map_or(Shape::FullAttention, Reach::shape), live.shape());
+            if saved != live {
+                let is_attention =
+                    [saved, live].iter().all(|s| matches!(s, Shape::FullAttention | Shape::Window(_)));
+                let what = if is_attention { "mismatched window" } else { "mismatched kind of section" };
+                return mismatch(what, saved.to_string(), live.to_string(), format!("section {section}"));
+            }
+        }
+        Ok(())
+    }
+
+    /// From where on all of `seq` would be there if a partial state that is written now were restored, and its largest
+    /// position; `None` if it is empty.
+    pub fn saved_positions(&self, seq: Seq, saved: &SavedReach) -> Option<(Pos, Pos)> {
+        let reaches = self.reach_after(seq, saved);
+        let has = reaches.0.iter().filter_map(|&(_, reach)| reach.positions());
+        has.reduce(|(first, last), (a, b)| (first.max(a), last.max(b)))
+    }
+}
