@@ -8,6 +8,7 @@ mod compose;
 mod job;
 mod replace;
 mod state_file;
+mod temporary;
 
 use std::path::Path;
 
