@@ -145,13 +145,13 @@
 //! | floor | what it knows |
 //! |---|---|
 //! | [`error`], [`types`] | one error enum with stable codes; positions, flags, windows, runs |
-//! | [`format`](mod@format) | byte layouts: bounded reading, headers and versions, ggml types |
+//! | [`format`](mod@format) | byte layouts: bounded reading, headers and versions, appendices, ggml types |
 //! | [`cells`] | the metadata of cells, slots for a ubatch, placement of a restore |
 //! | [`storage`] | where tensor bytes live, on the host or (`storage::cuda`) on devices; gather and scatter in one batch |
 //! | [`state`] | sinks and sources: count, slice, file, snapshot |
 //! | [`memory`] | sections: which cells a state holds, and how it is written and read |
 //! | [`context`] | the memory of one model, its states, and what an engine needs |
-//! | [`session`] | files, and saves in the background |
+//! | [`session`] | files, slot files, and saves in the background |
 //! | [`capi`] | the C ABI |
 
 /// The Rust example of the README, which is run.
