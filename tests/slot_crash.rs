@@ -10,7 +10,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -57,14 +57,19 @@ fn numbers() -> (TempDir, PathBuf, [Vec<u8>; 2]) {
     (dir, path, [first, second])
 }
 
-/// Which of the two slots is there, whole: by its bytes and by a load that verifies them.
-fn number_of(path: &Path, bytes: &[Vec<u8>; 2]) -> i32 {
-    let found = fs::read(path).unwrap();
+/// Which of the two slots is there, by a load that verifies it.
+fn loaded_number(path: &Path) -> i32 {
     let loaded = load_slot(path, &mut busy_target(), &mut busy_draft(), Verify::Full).unwrap();
-    assert_eq!(loaded.verified, Verify::Full);
-    assert_eq!(loaded.notes, [""; 0]);
+    assert_eq!((loaded.verified, &loaded.notes[..]), (Verify::Full, &[][..]));
     let number = loaded.tokens[0];
-    assert!(found == bytes[usize::try_from(number).unwrap() - 1]);
+    assert!(loaded.driver.unwrap() == noise(&[number.into()], N_DRIVER));
+    number
+}
+
+/// The same, when nobody saves: it has the bytes too.
+fn number_of(path: &Path, bytes: &[Vec<u8>; 2]) -> i32 {
+    let number = loaded_number(path);
+    assert!(fs::read(path).unwrap() == bytes[usize::try_from(number).unwrap() - 1]);
     number
 }
 
@@ -72,17 +77,18 @@ fn number_of(path: &Path, bytes: &[Vec<u8>; 2]) -> i32 {
 #[test]
 fn killed_child() {
     let Some(path) = std::env::var_os("KVSTATE_TEST_KILLED").map(PathBuf::from) else { return };
-    if std::env::var_os("KVSTATE_TEST_FOREVER").is_none() {
+    let Ok(first) = std::env::var("KVSTATE_TEST_FIRST") else {
         // The tracer counts steps between these two.
         std::env::set_current_dir(".").unwrap();
         save_number(&path, 2);
         std::env::set_current_dir(".").unwrap();
         return;
-    }
+    };
+    let first: i32 = first.parse().unwrap();
     println!("saves");
     loop {
-        save_number(&path, 2);
-        save_number(&path, 1);
+        save_number(&path, first);
+        save_number(&path, 3 - first);
     }
 }
 
@@ -138,14 +144,10 @@ fn a_process_killed_at_any_step_of_a_save_leaves_the_old_file_or_the_new_one_and
 fn a_process_killed_at_random_times_leaves_the_old_file_or_the_new_one() {
     let (dir, path, bytes) = numbers();
     let mut seen = [0, 0];
-    for round in 0..200 {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        child(&mut command, &path);
-        let mut child = command.env("KVSTATE_TEST_FOREVER", "1").stdout(Stdio::piped()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        assert!(lines.any(|line| line.unwrap().ends_with("saves")));
+    for round in 0..200_i32 {
+        let mut child = saver(&path, 1 + round % 2);
         // From 0 to 16 ms, evenly.
-        let random = noise(&[round], 2);
+        let random = noise(&[round.into()], 2);
         let micros = u64::from(u16::from_le_bytes([random[0], random[1]])) / 4;
         std::thread::sleep(Duration::from_micros(micros));
         child.kill().unwrap();
@@ -154,6 +156,33 @@ fn a_process_killed_at_random_times_leaves_the_old_file_or_the_new_one() {
         assert!(names(dir.path()).len() <= 2, "{:?}", names(dir.path()));
     }
     assert!(seen[0] > 10 && seen[1] > 10, "killed before it saved: {seen:?}");
+    save_number(&path, 1);
+    assert_eq!(names(dir.path()), ["slot.bin"]);
+}
+
+/// A process that saves the two slots in turn, beginning with one of them, until it is killed.
+fn saver(path: &Path, first: i32) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    child(&mut command, path);
+    let mut saver =
+        command.env("KVSTATE_TEST_FIRST", first.to_string()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(saver.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap().ends_with("saves")));
+    saver
+}
+
+#[test]
+fn two_processes_that_save_to_one_file_do_not_disturb_each_other() {
+    let (dir, path, _) = numbers();
+    let mut savers = [saver(&path, 1), saver(&path, 2)];
+    for _ in 0..50 {
+        loaded_number(&path);
+    }
+    for saver in &mut savers {
+        assert!(saver.try_wait().unwrap().is_none(), "a save failed");
+        saver.kill().unwrap();
+        saver.wait().unwrap();
+    }
     save_number(&path, 1);
     assert_eq!(names(dir.path()), ["slot.bin"]);
 }
@@ -178,7 +207,8 @@ fn a_temporary_file_with_a_writer_is_kept() {
     writer.lock().unwrap();
     save_slot(&path);
     assert!(other.exists());
-    drop(writer);
+    // Not by closing it: a process that another test is about to start may have it open for a moment.
+    writer.unlock().unwrap();
     save_slot(&path);
     assert!(!other.exists());
 }
@@ -281,4 +311,31 @@ fn no_room_child() {
         assert_eq!(names(path.parent().unwrap()), ["slot.bin"]);
     }
     println!("named and intact");
+}
+
+#[test]
+fn no_file_that_can_be_opened_is_named_and_the_old_file_stands() {
+    let (dir, path, bytes) = numbers();
+    let output = Command::new("sh")
+        .args(["-c", r#"ulimit -n 40 && exec "$1" --exact no_files_child --nocapture"#, "sh"])
+        .arg(std::env::current_exe().unwrap())
+        .env("KVSTATE_TEST_NO_FILES", &path)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("named"), "{text}");
+    assert_eq!((number_of(&path, &bytes), names(dir.path())), (1, vec!["slot.bin".to_owned()]));
+}
+
+/// Runs only as the child of the test above.
+#[test]
+fn no_files_child() {
+    let Some(path) = std::env::var_os("KVSTATE_TEST_NO_FILES").map(PathBuf::from) else { return };
+    let open: Vec<_> = (0..40).map_while(|_| File::open("/dev/null").ok()).collect();
+    let error = target().slot_save(&path, 0, SlotContents::default()).unwrap_err();
+    drop(open);
+    assert_eq!(error.status(), Status::Io);
+    let text = format!("create a temporary file beside {}: Too many open files", path.display());
+    assert!(error.to_string().starts_with(&text), "{error}");
+    println!("named");
 }

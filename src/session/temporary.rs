@@ -60,7 +60,9 @@ pub(super) fn remove_stale(folder: &Path) {
             continue;
         }
         let path = entry.path();
-        let Ok(file) = File::options().read(true).write(true).open(&path) else { continue };
+        // Some network file systems lock only what can be written; a file may have the mode of one that cannot be.
+        let opened = File::options().read(true).write(true).open(&path).or_else(|_| File::open(&path));
+        let Ok(file) = opened else { continue };
         if file.try_lock().is_ok() && fs::remove_file(&path).is_ok() {
             log::info!("{} was left by a save that did not end: removed", path.display());
         }
