@@ -145,6 +145,9 @@ typedef struct kvs_device_state kvs_device_state;
 // A save in the background. Calls marked Const may be made from any thread, side by side.
 typedef struct kvs_job kvs_job;
 
+// The memory behind a kvs_slot_result.
+typedef struct kvs_loaded_slot kvs_loaded_slot;
+
 // The memory of a context.
 typedef struct kvs_memory kvs_memory;
 
@@ -1517,6 +1520,34 @@ static inline kvs_memory_usage kvs_memory_usage_default(void) {
     kvs_memory_usage usage;
     kvs_memory_usage_init(&usage, sizeof usage);
     return usage;
+}
+
+// Zeroes as a value, for initialisers.
+static inline kvs_slot_checkpoint kvs_slot_checkpoint_default(void) {
+    kvs_slot_checkpoint checkpoint;
+    kvs_slot_checkpoint_init(&checkpoint, sizeof checkpoint);
+    return checkpoint;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_slot_save_params kvs_slot_save_default_params(void) {
+    kvs_slot_save_params params;
+    kvs_slot_save_params_init(&params, sizeof params);
+    return params;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_slot_load_params kvs_slot_load_default_params(void) {
+    kvs_slot_load_params params;
+    kvs_slot_load_params_init(&params, sizeof params);
+    return params;
+}
+
+// Zeroes as a value, for kvs_slot_load.
+static inline kvs_slot_result kvs_slot_result_default(void) {
+    kvs_slot_result result;
+    kvs_slot_result_init(&result, sizeof result);
+    return result;
 }
 
 // Defaults as a value, for initialisers.

@@ -178,6 +178,51 @@
 //! # }
 //! ```
 //!
+//! # Slot files
+//!
+//! [`Context::slot_save`] writes all that a server keeps of a slot into one file, [`Context::slot_load`] gives it back and says what
+//! could not be: the draft model's sequence, checkpoints, the speculative driver's state, whose state it is.
+//!
+//! ```
+//! # use kvstate::context::UbatchToken;
+//! # use kvstate::format::GgmlType;
+//! # use kvstate::memory::{KvParams, LayerParams, TensorParams};
+//! # use kvstate::types::CellExt;
+//! use kvstate::format::Identity;
+//! use kvstate::session::{DraftOutcome, SlotContents, SlotLoadParams, Verify};
+//! # use kvstate::{Context, ContextParams};
+//! # fn main() -> kvstate::Result<()> {
+//! # let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 64 };
+//! # let new = || {
+//! #     let kv = KvParams::new(256, 2, LayerParams { k: tensor, v: Some(tensor) });
+//! #     Context::new(ContextParams::new(2, vec![kv.into()]))
+//! # };
+//! # let (mut target, mut draft) = (new()?, new()?);
+//! # let prompt: Vec<_> = (0..9).map(|pos| UbatchToken { pos, ext: CellExt::default(), seq_ids: &[0] }).collect();
+//! # target.commit(&target.prepare(&prompt)?)?;
+//! # draft.commit(&draft.prepare(&prompt)?)?;
+//! # let folder = tempfile::tempdir().expect("a folder");
+//! let path = kvstate::session::slot_path(&folder, "slot.bin")?;
+//! let identity = Identity { model: b"gemma-3-270m".to_vec(), ..Identity::default() };
+//! let contents = SlotContents {
+//!     tokens: &[5, 6, 7, 8, 9, 10, 11, 12, 13],
+//!     draft: Some((&mut draft, 0)),
+//!     driver: b"its state",
+//!     identity: identity.clone(),
+//!     ..SlotContents::default()
+//! };
+//! target.slot_save(&path, 0, contents)?;
+//!
+//! let params =
+//!     SlotLoadParams { draft: Some((&mut draft, 1)), identity, verify: Verify::Full, ..SlotLoadParams::default() };
+//! let slot = target.slot_load(&path, 1, params)?;
+//! assert!(matches!(slot.draft, DraftOutcome::Restored(_)));
+//! assert_eq!((slot.tokens.len(), slot.driver.as_deref(), slot.verified), (9, Some(&b"its state"[..]), Verify::Full));
+//! assert_eq!((target.seq_pos_max(1)?, draft.seq_pos_max(1)?), (8, 8));
+//! # Ok(())
+//! # }
+//! ```
+//!
 //! # Where things are
 //!
 //! The floors, each of which uses only those before it:
@@ -185,13 +230,13 @@
 //! | floor | what it knows |
 //! |---|---|
 //! | [`error`], [`types`] | one error enum with stable codes; positions, flags, windows, runs |
-//! | [`format`](mod@format) | byte layouts: bounded reading, headers and versions, ggml types |
+//! | [`format`](mod@format) | byte layouts: bounded reading, headers and versions, appendices, ggml types |
 //! | [`cells`] | the metadata of cells, slots for a ubatch, placement of a restore |
 //! | [`storage`] | where tensor bytes live, on the host or (`storage::cuda`) on devices; gather and scatter in one batch |
 //! | [`state`] | sinks and sources: count, slice, file, snapshot |
 //! | [`memory`] | sections: which cells a state holds, and how it is written and read |
 //! | [`context`] | the memory of one model, its states, and what an engine needs |
-//! | [`session`] | files, and saves in the background |
+//! | [`session`] | files, slot files, and saves in the background |
 //! | [`capi`] | the C ABI |
 
 /// The Rust example of the README, which is run.

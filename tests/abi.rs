@@ -467,6 +467,18 @@ c_tests! { checkpoint on_the_host_and_on_devices:
     parameters_that_make_no_sense_are_refused,
     arguments_out_of_range_change_nothing,
     a_handle_that_is_none_fails_every_call,
+}
+
+c_tests! { slot_file on_the_host:
+    everything_is_saved_and_comes_back,
+    without_parameters_it_is_a_sequence_file,
+    a_file_of_a_plain_save_loads_with_a_note,
+    a_draft_state_that_does_not_fit_is_dropped_and_says_why,
+    a_damaged_appendix_is_left_out_and_a_damaged_state_refused,
+    a_file_of_another_model_is_refused,
+    a_name_in_a_directory_has_no_separator,
+    what_makes_no_sense_is_refused,
+    structs_of_another_size_are_refused,
     a_null_argument_fails_every_call,
 }
 

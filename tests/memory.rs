@@ -32,10 +32,17 @@ fn save_and_restore_in_memory_and_in_files_hold_no_second_copy_of_the_state() {
     let set_data = peak("set_data", Case::set_data_alone);
     let save_file = peak("save_file", Case::save_file_alone);
     let load_file = peak("load_file", Case::load_file_alone);
+    let slot_save = peak("slot_save", Case::slot_save_alone);
+    let slot_load = peak("slot_load", Case::slot_load_alone);
 
-    for (name, Peak { resident, .. }) in
-        [("get_data", get_data), ("set_data", set_data), ("save_file", save_file), ("load_file", load_file)]
-    {
+    for (name, Peak { resident, .. }) in [
+        ("get_data", get_data),
+        ("set_data", set_data),
+        ("save_file", save_file),
+        ("load_file", load_file),
+        ("slot_save", slot_save),
+        ("slot_load", slot_load),
+    ] {
         assert!(resident < ALLOWED, "{name}: {resident} bytes more than before, {ALLOWED} are allowed");
     }
 }

@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 
 use kvstate::cells::CellMeta;
 use kvstate::context::{Shift, UbatchToken};
-use kvstate::format::GgmlType;
+use kvstate::format::{Checkpoint, CheckpointSpan, GgmlType};
 use kvstate::memory::{KvParams, LayerParams, TensorParams};
+use kvstate::session::{SlotContents, SlotLoadParams, Verify};
 use kvstate::storage::Threads;
 use kvstate::types::{CellExt, Pos, Seq, SeqId, StateFlags};
 use kvstate::{Context, ContextParams};
@@ -208,6 +209,23 @@ impl Case {
     pub fn load_file_alone(&mut self) -> Duration {
         let path = self.path("saved");
         timed(|| self.context.state_seq_load_file(&path, 0, 0).expect("its own file"))
+    }
+
+    /// With a checkpoint as large as the state.
+    pub fn slot_save_alone(&mut self) -> Duration {
+        let path = self.path("saved");
+        let span = CheckpointSpan::new(1, 0, 0).expect("a span");
+        let checkpoint = Checkpoint { span, target: &self.state[..], draft: &[][..], driver: &[][..] };
+        let contents = SlotContents { checkpoints: vec![checkpoint], ..SlotContents::default() };
+        timed(|| self.context.slot_save(&path, 0, contents).expect("room on the disk"))
+    }
+
+    /// Verified, without the checkpoint.
+    pub fn slot_load_alone(&mut self) -> Duration {
+        let path = self.path("saved");
+        let params =
+            SlotLoadParams { n_ctx_checkpoints: 0, verify: Verify::Full, ..SlotLoadParams::default() };
+        timed(|| self.context.slot_load(&path, 0, params).expect("its own file"))
     }
 
     pub fn remove_saved(&self) {

@@ -1,6 +1,6 @@
 //! Blob and file headers, and what each version of a state holds.
 
-use super::Cursor;
+use super::{BoundedRead, Cursor};
 use crate::error::{Error, Result};
 use crate::types::{SeqId, Token};
 
@@ -150,8 +150,8 @@ pub(crate) fn seq_blob_header(seq_id: SeqId) -> [u8; 8] {
 }
 
 /// Reads a sequence blob's header; returns the source sequence as the blob names it (any value).
-pub(crate) fn read_seq_blob_header(cursor: &mut Cursor<'_>) -> Result<SeqId> {
-    let magic = cursor.u32("sequence state magic")?;
+pub(crate) fn read_seq_blob_header(input: &mut impl BoundedRead) -> Result<SeqId> {
+    let magic = input.u32("sequence state magic")?;
     if magic != SEQ_BLOB_MAGIC {
         return Err(Error::corrupt(
             "wrong sequence state magic",
@@ -159,7 +159,7 @@ pub(crate) fn read_seq_blob_header(cursor: &mut Cursor<'_>) -> Result<SeqId> {
             format_args!("{SEQ_BLOB_MAGIC:08x}"),
         ));
     }
-    cursor.i32("seq_id")
+    Ok(input.u32("seq_id")?.cast_signed())
 }
 
 /// The tokens in the token field of a file.

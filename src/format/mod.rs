@@ -1,16 +1,25 @@
 //! Byte layouts: bounded reading, versions and headers, ggml types. No I/O, no cache.
 //!
 //! All integers are little-endian and unaligned. The layouts are llama.cpp's, read from its source
-//! (b11434) and checked against states that it wrote.
+//! (b11434) and checked against states that it wrote; those of [`DraftState`] and [`Integrity`] are kvstate's own.
 
+mod appendix;
+mod checkpoints;
 mod cursor;
+mod draft_state;
 mod ggml;
 mod header;
+mod integrity;
 mod quants;
 
+pub use appendix::{BoundedRead, PartKind};
+pub use checkpoints::{Checkpoint, CheckpointSpan, Checkpoints};
 pub use cursor::Cursor;
+pub use draft_state::DraftState;
 pub use ggml::GgmlType;
 pub use header::{
     FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, SEQ_BLOB_MAGIC, StateVersion, token_bytes, tokens_of,
 };
+pub use integrity::{Identity, Integrity, LayerGeometry, Part, SectionGeometry};
+
 pub(crate) use header::{read_seq_blob_header, seq_blob_header};

@@ -7,7 +7,9 @@
 mod compose;
 mod job;
 mod replace;
+mod slot;
 mod state_file;
+mod temporary;
 
 use std::path::Path;
 
@@ -20,6 +22,7 @@ use crate::types::{Seq, SeqId, StateFlags, Token};
 
 pub use compose::{StateReader, StateWriter};
 pub use job::Job;
+pub use slot::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
 pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
 
 use replace::Replacement;
@@ -116,7 +119,7 @@ impl Context {
         // Cells that are overwritten cannot be had back: the disk is asked, and the callback heard, before.
         let overwrites = self.memory.state_overwrites(&plan);
         if overwrites {
-            file.warm(state_end, self.progress.as_mut()).map_err(failed)?;
+            file.warm(file.state_start()..state_end, self.progress.as_mut()).map_err(failed)?;
         }
         self.commit_file_state(&plan, !overwrites).map_err(failed)?;
         drop(plan);

@@ -1,12 +1,12 @@
 //! Replacing a file so that a crash leaves the old one or the new one.
 
 use std::fs::{self, File};
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 
-use tempfile::{NamedTempFile, TempPath};
+use tempfile::NamedTempFile;
 
+use super::temporary;
 use crate::error::{Error, Result};
 
 /// A file that is being written beside the one that it will replace. Dropped without commit, it is removed.
@@ -21,8 +21,10 @@ impl Replacement {
     /// its owner's alone: a state is a conversation.
     pub fn create(path: &Path) -> Result<Self> {
         let path = resolve(path).map_err(|source| io_error("open", path, source))?;
+        // Before room is asked for, which they may take.
+        temporary::remove_stale(directory(&path));
         let create = || {
-            let file = create_beside(&path)?;
+            let file = temporary::create_in(directory(&path))?;
             if let Ok(old) = fs::metadata(&path) {
                 file.as_file().set_permissions(old.permissions())?;
             }
@@ -97,27 +99,6 @@ fn resolve(path: &Path) -> io::Result<PathBuf> {
         // A link to a file that is not there yet.
         Err(_) if path.is_symlink() => Ok(directory(path).join(fs::read_link(path)?)),
         Err(_) => Ok(path.to_owned()),
-    }
-}
-
-/// Creates a file under a name that no other process or thread has. Not `tempfile::Builder`: it asks for the current thread's id, whose block
-/// valgrind then reports as possibly lost in every C program that saves a file.
-fn create_beside(path: &Path) -> io::Result<NamedTempFile> {
-    // Absolute, so that it is found again if the process changes its directory meanwhile.
-    let folder = std::path::absolute(directory(path))?;
-    let mut options = File::options();
-    options.read(true).write(true).create_new(true);
-    #[cfg(unix)]
-    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
-    loop {
-        // The process id, because a fork inherits the random state; and a name can be left over from a process
-        // that was killed.
-        let random = RandomState::new().build_hasher().finish();
-        let temporary = folder.join(format!(".kvstate-{}-{random:016x}.tmp", std::process::id()));
-        match options.open(&temporary) {
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            file => return Ok(NamedTempFile::from_parts(file?, TempPath::try_from_path(temporary)?)),
-        }
     }
 }
 

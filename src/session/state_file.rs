@@ -60,11 +60,14 @@ impl StateFile {
         Source::file(&self.file, self.state_start(), self.size, self.version, &self.tokens)
     }
 
-    /// Brings the state, which ends at `end`, into the page cache: so that a disk that fails, or a file that has been
+    /// Brings bytes of a state into the page cache: so that a disk that fails, or a file that has been
     /// truncated, is noticed while nothing depends on it. What is there already is not read.
-    pub(super) fn warm(&self, end: u64, mut progress: Option<&mut ProgressCallback>) -> Result<()> {
+    pub(super) fn warm(
+        &self,
+        Range { start, end }: Range<u64>,
+        mut progress: Option<&mut ProgressCallback>,
+    ) -> Result<()> {
         const STEP: u64 = 1 << 20;
-        let start = self.state_start();
         let mut buffer = Vec::new();
         let mut at = start;
         while at < end {
@@ -81,8 +84,39 @@ impl StateFile {
         Ok(())
     }
 
-    fn state_start(&self) -> u64 {
+    /// Offset behind header and tokens.
+    pub(super) fn state_start(&self) -> u64 {
         FileHeader::LEN as u64 + 4 * self.tokens.len() as u64
+    }
+
+    /// Bytes of the file.
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// These bytes of the file, which must lie in it, as they are laid out in a state of the current version.
+    pub(super) fn part(&self, range: Range<u64>) -> Source<'_> {
+        Source::file(&self.file, range.start, range.end, StateVersion::CURRENT, &[])
+    }
+
+    /// Checksum of these bytes.
+    pub(super) fn crc32c(&self, range: Range<u64>) -> Result<u32> {
+        /// Few enough bytes to be in the cache when their checksum is computed.
+        const STEP: u64 = 256 << 10;
+        let mut buffer = Vec::new();
+        let (mut crc, mut at) = (0, range.start);
+        while at < range.end {
+            let next = range.end.min(at + STEP);
+            buffer.resize(usize::try_from(next - at).unwrap_or(0), 0);
+            read_exact_at(&self.file, &mut buffer, at).map_err(read_error)?;
+            crc = crc32c::crc32c_append(crc, &buffer);
+            at = next;
+        }
+        Ok(crc)
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// An error of reading it, with its name.

@@ -34,18 +34,9 @@ pub fn write_file(
     transfer: &Transfer,
     progress: Option<&mut ProgressCallback>,
 ) -> Result<()> {
-    let mut sink = FileSink {
-        out,
-        buffer: Buffer::new()?,
-        len: 0,
-        written: 0,
-        total: record.bytes(),
-        progress,
-        drain: RegionDrain::new(&record.regions(), transfer)?,
-        transfer: Transfer::with_threads(Threads::new(1)),
-    };
-    record.replay(&mut sink)?;
-    if sink.len > 0 { sink.send(sink.len) } else { Ok(()) }
+    let mut writer = FileWriter::new(out, record.bytes(), progress)?;
+    writer.record(record, transfer)?;
+    writer.finish()
 }
 
 /// A page: the kernel copies fastest from where pages begin.
@@ -83,8 +74,24 @@ impl Buffer {
     }
 }
 
+/// Bytes and their checksum.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Checksum {
+    /// Their number.
+    pub len: u64,
+    /// Their checksum.
+    pub crc32c: u32,
+}
+
+impl Checksum {
+    fn add(&mut self, bytes: &[u8]) {
+        self.len += bytes.len() as u64;
+        self.crc32c = crc32c::crc32c_append(self.crc32c, bytes);
+    }
+}
+
 /// Fills chunks and writes them.
-struct FileSink<'w, W> {
+pub struct FileWriter<'w, W> {
     out: &'w mut W,
     buffer: Buffer,
     /// Bytes in the buffer, less than a chunk between two calls.
@@ -92,17 +99,87 @@ struct FileSink<'w, W> {
     written: u64,
     total: u64,
     progress: Option<&'w mut ProgressCallback>,
-    /// Regions on devices.
+    /// Regions on devices of the record that is being written.
     drain: RegionDrain,
     /// How regions in host memory are copied: a buffer at a time.
     transfer: Transfer,
+    /// Of what came since the last part ended: computed when the bytes are on their way, and in the cache.
+    checksum: Option<Checksum>,
 }
 
-impl<W: Write> FileSink<'_, W> {
+impl<'w, W: Write> FileWriter<'w, W> {
+    /// Writes to `out`, which need not buffer, `total` bytes in all.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn new(out: &'w mut W, total: u64, progress: Option<&'w mut ProgressCallback>) -> Result<Self> {
+        Ok(Self {
+            out,
+            buffer: Buffer::new()?,
+            len: 0,
+            written: 0,
+            total,
+            progress,
+            drain: RegionDrain::default(),
+            transfer: Transfer::with_threads(Threads::new(1)),
+            checksum: None,
+        })
+    }
+
+    /// The same, with a checksum for each part.
+    #[must_use]
+    pub fn with_checksums(self) -> Self {
+        Self { checksum: Some(Checksum::default()), ..self }
+    }
+
+    /// Writes a recorded state.
+    ///
+    /// # Errors
+    /// As [`write_file`].
+    pub fn record(&mut self, record: &RecordSink<'_>, transfer: &Transfer) -> Result<()> {
+        self.drain = RegionDrain::new(&record.regions(), transfer)?;
+        record.replay(self)
+    }
+
+    /// Writes bytes, many of them from where they lie.
+    ///
+    /// # Errors
+    /// As [`write_file`].
+    pub fn bytes(&mut self, bytes: &[u8]) -> Result<()> {
+        if (bytes.len() as u64) < BORROW_MIN {
+            return self.write(bytes);
+        }
+        let missing = if self.len > 0 { CHUNK - self.len } else { 0 };
+        let (head, bytes) = bytes.split_at(missing);
+        self.write(head)?;
+        let (whole, tail) = bytes.split_at(bytes.len() - bytes.len() % CHUNK);
+        // What a checksum has read is still in the second-level cache when it is written.
+        let step = if self.checksum.is_some() { CHUNK } else { BORROW_MAX };
+        whole.chunks(step).try_for_each(|bytes| self.send_borrowed(bytes))?;
+        self.write(tail)
+    }
+
+    /// Ends a part; returns its checksum, if checksums are wanted.
+    pub fn end_part(&mut self) -> Option<Checksum> {
+        self.checksum.as_mut().map(std::mem::take)
+    }
+
+    /// Writes what is left.
+    ///
+    /// # Errors
+    /// As [`write_file`].
+    pub fn finish(mut self) -> Result<()> {
+        if self.len > 0 { self.send(self.len) } else { Ok(()) }
+    }
+
     /// Adds `n` bytes, which `fill` writes.
     fn push(&mut self, n: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         self.buffer.reserve(self.len.saturating_add(n))?;
-        fill(&mut self.buffer.bytes_mut()[self.len..][..n])?;
+        let bytes = &mut self.buffer.bytes_mut()[self.len..][..n];
+        fill(bytes)?;
+        if let Some(checksum) = &mut self.checksum {
+            checksum.add(bytes);
+        }
         self.len += n;
         if self.len < CHUNK { Ok(()) } else { self.send(self.len - self.len % CHUNK) }
     }
@@ -117,6 +194,9 @@ impl<W: Write> FileSink<'_, W> {
 
     /// Writes whole chunks from where they lie; the buffer is empty.
     fn send_borrowed(&mut self, bytes: &[u8]) -> Result<()> {
+        if let Some(checksum) = &mut self.checksum {
+            checksum.add(bytes);
+        }
         self.out.write_all(bytes).map_err(write_error)?;
         self.report(bytes.len())
     }
@@ -149,7 +229,7 @@ fn write_error(source: std::io::Error) -> Error {
     Error::Io { op: "write", path: String::new(), source }
 }
 
-impl<'a, W: Write> Sink<'a> for FileSink<'_, W> {
+impl<'a, W: Write> Sink<'a> for FileWriter<'_, W> {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
         bytes.chunks(PIECE).try_for_each(|piece| {
             self.push(piece.len(), |out| {
@@ -161,8 +241,11 @@ impl<'a, W: Write> Sink<'a> for FileSink<'_, W> {
 
     fn write_tensor(&mut self, region: Region<'a>) -> Result<()> {
         if region.device().is_some() {
-            let Self { out, buffer, len, written, total, progress, drain, .. } = self;
+            let Self { out, buffer, len, written, total, progress, drain, checksum, .. } = self;
             return drain.region(&region, |bytes| {
+                if let Some(checksum) = checksum {
+                    checksum.add(bytes);
+                }
                 // From where the device has put them, behind what is in the buffer.
                 let mut slices = [IoSlice::new(&buffer.bytes()[..*len]), IoSlice::new(bytes)];
                 write_all(*out, &mut slices).map_err(write_error)?;
@@ -174,12 +257,7 @@ impl<'a, W: Write> Sink<'a> for FileSink<'_, W> {
         if region.bytes() >= BORROW_MIN
             && let Some(bytes) = region.as_contiguous()
         {
-            let missing = if self.len > 0 { CHUNK - self.len } else { 0 };
-            let (head, bytes) = bytes.split_at(missing);
-            self.write(head)?;
-            let (whole, tail) = bytes.split_at(bytes.len() - bytes.len() % CHUNK);
-            whole.chunks(BORROW_MAX).try_for_each(|bytes| self.send_borrowed(bytes))?;
-            return self.write(tail);
+            return self.bytes(bytes);
         }
         let transfer = self.transfer.clone();
         region.split(PIECE as u64).try_for_each(|piece| {

@@ -13,7 +13,7 @@ mod snapshot;
 mod source;
 
 pub use device::DeviceState;
-pub use file_sink::write_file;
+pub use file_sink::{Checksum, FileWriter, write_file};
 pub use sink::{CountSink, DeviceSink, OnDevices, RecordSink, Sink, SliceSink};
 pub use snapshot::Snapshot;
 pub use source::{Input, Source};

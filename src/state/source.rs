@@ -1,10 +1,11 @@
 //! The source of a restore: metadata in order, tensors in place or beside it, in memory or in a file.
 
 use std::fs::File;
+use std::ops::Range;
 
 use super::snapshot::{CopiesCursor, Snapshot};
 use crate::error::{Error, Result};
-use crate::format::{Cursor, StateVersion};
+use crate::format::{self, Cursor, StateVersion};
 use crate::storage::{TensorBytes, TensorCopies, read_error, read_exact_at};
 use crate::types::Token;
 
@@ -264,5 +265,25 @@ impl Input for Source<'_> {
 
     fn tokens(&self) -> &[Token] {
         self.tokens
+    }
+}
+
+impl format::BoundedRead for Source<'_> {
+    fn read(&mut self, field: &'static str, out: &mut [u8]) -> Result<()> {
+        Input::read(self, field, out)
+    }
+
+    fn skip(&mut self, field: &'static str, n: u64) -> Result<Range<u64>> {
+        let start = Input::offset(self);
+        self.tensor(field, n)?;
+        Ok(start..start + n)
+    }
+
+    fn offset(&self) -> u64 {
+        Input::offset(self)
+    }
+
+    fn left(&self) -> u64 {
+        Source::left(self)
     }
 }

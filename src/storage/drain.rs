@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 
 /// Regions on devices on their way to the host, for whoever takes their bytes in order. All are under way at once; no more of
 /// them is on the host at a time than fits the staging buffers.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct RegionDrain {
     /// One for each device.
     drains: Vec<(i32, Drain)>,

@@ -1,0 +1,275 @@
+//! The last appendix of a slot file: whose state it is, and a checksum for each part.
+//!
+//! ```text
+//! u32 'KVSI' | u32 version 1 | u64 payload_len | payload | u32 crc32c of every byte of the file before this field
+//!
+//! payload: records of u32 tag | u32 len | len bytes; unknown tags are skipped
+//!     'MODL' | fingerprint of the model and its settings, the caller's
+//!     'GEOM' | u32 n_section, and for each: u32 v_trans | u32 n_rot_k | u32 n_rot_v | u32 n_layer, and for each layer:
+//!              i32 K type | u32 n_embd_k_gqa | i32 V type (-1: no V) | u32 n_embd_v_gqa
+//!     'SALT' | the caller's
+//!     'META' | the caller's
+//!     'PART' | u32 kind | u32 crc32c | u64 bytes     once for each part, in order, without a gap, from the start of the file
+//!     'SIZE' | u64 bytes of this appendix            the last record: it is found from the end of the file
+//! ```
+//!
+//! The last checksum follows from those of the parts and the bytes of the appendix, so whoever reads nothing but the appendix
+//! knows whether it is whole.
+
+use super::Cursor;
+use super::appendix::{BoundedRead, PartKind, head, read_head};
+use super::ggml::GgmlType;
+use crate::error::{Error, Result};
+
+const VERSION: u32 = 1;
+
+/// Largest payload: identities are fingerprints, not models.
+const MAX_PAYLOAD: u64 = 16 << 20;
+
+/// Magic, version and payload length, and the checksum.
+const FRAME: u64 = 16 + 4;
+
+/// The record that the payload ends with, and the checksum.
+const TAIL: usize = 8 + 8 + 4;
+
+const MODEL: [u8; 4] = *b"MODL";
+const GEOMETRY: [u8; 4] = *b"GEOM";
+const SALT: [u8; 4] = *b"SALT";
+const METADATA: [u8; 4] = *b"META";
+const PART: [u8; 4] = *b"PART";
+const SIZE: [u8; 4] = *b"SIZE";
+
+/// Whose state a file holds, as the caller says it. What is empty is not said.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Identity {
+    /// Fingerprint of the model and its settings.
+    pub model: Vec<u8>,
+    /// What states must share beside the model, for those who keep them apart.
+    pub salt: Vec<u8>,
+    /// Anything; it is compared with nothing.
+    pub metadata: Vec<u8>,
+}
+
+/// Types and widths of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LayerGeometry {
+    /// Type of K and elements of a cell.
+    pub k: (GgmlType, u32),
+    /// The same of V, where there is V.
+    pub v: Option<(GgmlType, u32)>,
+}
+
+/// What an attention section's states depend on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SectionGeometry {
+    /// Whether V is transposed.
+    pub v_trans: bool,
+    /// Rotation of K, 0: none.
+    pub n_rot_k: u32,
+    /// Rotation of V, 0: none.
+    pub n_rot_v: u32,
+    /// The layers.
+    pub layers: Vec<LayerGeometry>,
+}
+
+/// A part of the file, all of its bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Which.
+    pub kind: PartKind,
+    /// Checksum of its bytes.
+    pub crc32c: u32,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// Identity and integrity of a slot file.
+///
+/// Invariant of one that was read: the checksum at its end holds, and the parts are the whole of what is before it, the header
+/// and the memory state first.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Integrity {
+    /// Whose state it is.
+    pub identity: Identity,
+    /// The sections of the target.
+    pub geometry: Vec<SectionGeometry>,
+    /// The parts of the file, in order.
+    pub parts: Vec<Part>,
+}
+
+impl Integrity {
+    /// Bytes at the end of a file by which the appendix is found.
+    pub const TAIL_LEN: usize = TAIL;
+
+    /// Where the appendix begins in a file that has `file_len` bytes and ends with `tail`, if that is its end.
+    #[must_use]
+    pub fn find(file_len: u64, tail: &[u8; TAIL]) -> Option<u64> {
+        let (record, size) = tail.split_first_chunk::<8>()?;
+        let size = u64::from_le_bytes(*size.first_chunk()?);
+        let is_size = record.starts_with(&SIZE) && record.ends_with(&8_u32.to_le_bytes());
+        file_len.checked_sub(size).filter(|_| is_size && size >= TAIL as u64)
+    }
+
+    /// Reads the appendix.
+    ///
+    /// # Errors
+    /// [`Error::Truncated`], [`Error::Corrupt`] if it is damaged, or of another file.
+    pub fn read(input: &mut impl BoundedRead) -> Result<Self> {
+        let start = input.offset();
+        read_head(input, PartKind::INTEGRITY, VERSION)?;
+        let len = input.u64("payload length")?;
+        if len > MAX_PAYLOAD {
+            let expected = format_args!("at most {MAX_PAYLOAD}");
+            return Err(Error::corrupt("payload length", len, expected));
+        }
+        if len > input.left() {
+            let left = input.left();
+            return Err(Error::Truncated { field: "payload", offset: input.offset(), need: len, left });
+        }
+        let mut payload = vec![0; usize::try_from(len).unwrap_or(0)];
+        input.read("payload", &mut payload)?;
+        let found = Self::parse(&payload)?;
+        found.check_parts(start)?;
+        let (stored, expected) = (input.u32("checksum")?, found.checksum(&payload));
+        if stored != expected {
+            let (got, expected) = (format_args!("{stored:08x}"), format_args!("{expected:08x}"));
+            return Err(Error::corrupt("crc32c of the file by its parts", got, expected));
+        }
+        Ok(found)
+    }
+
+    fn parse(payload: &[u8]) -> Result<Self> {
+        let mut found = Self { identity: Identity::default(), geometry: Vec::new(), parts: Vec::new() };
+        let mut records = Cursor::new(payload);
+        while Cursor::left(&records) > 0 {
+            let tag = records.u32("tag")?.to_le_bytes();
+            let len = records.u32("record length")?;
+            let bytes = records.bytes("record", len.into())?;
+            match tag {
+                MODEL => found.identity.model = bytes.to_vec(),
+                SALT => found.identity.salt = bytes.to_vec(),
+                METADATA => found.identity.metadata = bytes.to_vec(),
+                GEOMETRY => found.geometry = read_geometry(bytes)?,
+                PART => found.parts.push(read_part(bytes)?),
+                _ => {}
+            }
+        }
+        Ok(found)
+    }
+
+    fn check_parts(&self, start: u64) -> Result<()> {
+        let kinds: Vec<_> = self.parts.iter().take(2).map(|part| part.kind).collect();
+        if kinds != [PartKind::HEAD, PartKind::STATE] {
+            return Err(Error::corrupt(
+                "first parts",
+                format_args!("{kinds:?}"),
+                "header and tokens, memory state",
+            ));
+        }
+        let end = self.parts.iter().try_fold(0_u64, |end, part| end.checked_add(part.len));
+        if end != Some(start) {
+            let got = end.map_or_else(|| "more than 64 bits".to_owned(), |end| end.to_string());
+            return Err(Error::corrupt("bytes of the parts", got, start));
+        }
+        Ok(())
+    }
+
+    /// The checksum at the end: of all parts, and of the appendix with this payload before it.
+    fn checksum(&self, payload: &[u8]) -> u32 {
+        let combine = |crc, part: &Part| {
+            crc32c::crc32c_combine(crc, part.crc32c, usize::try_from(part.len).unwrap_or(usize::MAX))
+        };
+        let parts = self.parts.iter().fold(0, combine);
+        let frame = crc32c::crc32c_append(parts, &frame_head(payload.len()));
+        crc32c::crc32c_append(frame, payload)
+    }
+
+    /// The bytes of the appendix. Their number does not depend on checksums.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the identity is too large.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let Self { identity: Identity { model, salt, metadata }, geometry, parts } = self;
+        let mut payload = Vec::new();
+        let mut record = |tag: [u8; 4], bytes: &[u8]| {
+            payload.extend(tag);
+            // Cut short only where the payload is refused below.
+            payload.extend(u32::try_from(bytes.len()).unwrap_or(u32::MAX).to_le_bytes());
+            payload.extend(bytes);
+        };
+        for (tag, bytes) in [(MODEL, model), (SALT, salt), (METADATA, metadata)] {
+            if !bytes.is_empty() {
+                record(tag, bytes);
+            }
+        }
+        record(GEOMETRY, &geometry_bytes(geometry));
+        for Part { kind, crc32c, len } in parts {
+            let words = u64::from(kind.magic()) | u64::from(*crc32c) << 32;
+            record(PART, &[words.to_le_bytes(), len.to_le_bytes()].concat());
+        }
+        let size = FRAME + payload.len() as u64 + 16;
+        payload.extend(SIZE);
+        payload.extend(8_u32.to_le_bytes());
+        payload.extend(size.to_le_bytes());
+        if payload.len() as u64 > MAX_PAYLOAD {
+            let reason =
+                format!("{} bytes with the geometry, at most {MAX_PAYLOAD} are possible", payload.len());
+            return Err(Error::arg("identity", reason));
+        }
+        let checksum = self.checksum(&payload);
+        Ok([&frame_head(payload.len())[..], &payload, &checksum.to_le_bytes()].concat())
+    }
+}
+
+fn frame_head(payload_len: usize) -> [u8; 16] {
+    let mut out = [0; 16];
+    out[..8].copy_from_slice(&head(PartKind::INTEGRITY, VERSION));
+    out[8..].copy_from_slice(&(payload_len as u64).to_le_bytes());
+    out
+}
+
+fn read_part(bytes: &[u8]) -> Result<Part> {
+    let mut input = Cursor::new(bytes);
+    let kind = PartKind::from_magic(input.u32("part kind")?);
+    Ok(Part { kind, crc32c: input.u32("part crc32c")?, len: input.u64("part length")? })
+}
+
+fn read_geometry(bytes: &[u8]) -> Result<Vec<SectionGeometry>> {
+    let mut input = Cursor::new(bytes);
+    let mut sections = Vec::new();
+    for _ in 0..input.u32("n_section")? {
+        let v_trans = match input.u32("v_trans")? {
+            0 => false,
+            1 => true,
+            other => return Err(Error::corrupt("v_trans", other, "0 or 1")),
+        };
+        let (n_rot_k, n_rot_v) = (input.u32("n_rot_k")?, input.u32("n_rot_v")?);
+        let mut layers = Vec::new();
+        for _ in 0..input.u32("n_layer")? {
+            let (k_type, n_embd_k) = (input.i32("K type")?, input.u32("n_embd_k_gqa")?);
+            let (v_type, n_embd_v) = (input.i32("V type")?, input.u32("n_embd_v_gqa")?);
+            let v = if v_type == -1 { None } else { Some((ggml_type("V type", v_type)?, n_embd_v)) };
+            layers.push(LayerGeometry { k: (ggml_type("K type", k_type)?, n_embd_k), v });
+        }
+        sections.push(SectionGeometry { v_trans, n_rot_k, n_rot_v, layers });
+    }
+    Ok(sections)
+}
+
+fn ggml_type(field: &'static str, number: i32) -> Result<GgmlType> {
+    GgmlType::from_i32(number).ok_or_else(|| Error::corrupt(field, number, "a type of ggml"))
+}
+
+fn geometry_bytes(sections: &[SectionGeometry]) -> Vec<u8> {
+    let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let mut words = vec![count(sections.len())];
+    for SectionGeometry { v_trans, n_rot_k, n_rot_v, layers } in sections {
+        words.extend([u32::from(*v_trans), *n_rot_k, *n_rot_v, count(layers.len())]);
+        for LayerGeometry { k, v } in layers {
+            let number = |ggml_type: GgmlType| ggml_type.as_i32().cast_unsigned();
+            words.extend([number(k.0), k.1]);
+            words.extend(v.map_or([u32::MAX, 0], |(ggml_type, n_embd)| [number(ggml_type), n_embd]));
+        }
+    }
+    words.into_iter().flat_map(u32::to_le_bytes).collect()
+}

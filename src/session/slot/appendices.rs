@@ -1,0 +1,155 @@
+//! What stands behind the memory state of a slot file: found, and each appendix read for itself.
+
+use std::ops::Range;
+
+use super::Verify;
+use crate::error::{Error, Result};
+use crate::format::{BoundedRead, Checkpoint, Checkpoints, DraftState, Integrity, Part, PartKind};
+use crate::session::StateFile;
+
+/// The appendices that are whole.
+#[derive(Debug, Default)]
+pub(super) struct Appendices {
+    pub checkpoints: Vec<Checkpoint<Range<u64>>>,
+    pub draft: Option<DraftState<Range<u64>>>,
+    pub integrity: Option<Integrity>,
+}
+
+/// The integrity at the end of the file, if it is there and whole.
+pub(super) fn integrity_at_end(file: &StateFile) -> Option<Integrity> {
+    let size = file.size();
+    let tail_start = size.checked_sub(Integrity::TAIL_LEN as u64)?;
+    let mut tail = [0; Integrity::TAIL_LEN];
+    BoundedRead::read(&mut file.part(tail_start..size), "integrity", &mut tail).ok()?;
+    let start = Integrity::find(size, &tail).filter(|&start| start >= file.state_start())?;
+    Integrity::read(&mut file.part(start..size)).ok()
+}
+
+/// The parts of a file with where they lie.
+fn placed(parts: &[Part]) -> impl Iterator<Item = (Part, Range<u64>)> + '_ {
+    parts.iter().scan(0, |start, &part| {
+        let range = *start..*start + part.len;
+        *start = range.end;
+        Some((part, range))
+    })
+}
+
+/// Compares a part with its checksum.
+fn verify(file: &StateFile, part: Part, range: Range<u64>) -> Result<()> {
+    let found = file.crc32c(range)?;
+    if found == part.crc32c {
+        return Ok(());
+    }
+    let field = if part.kind == PartKind::STATE { "crc32c of the memory state" } else { "crc32c" };
+    let field = if part.kind == PartKind::HEAD { "crc32c of header and tokens" } else { field };
+    Err(Error::corrupt(field, format_args!("{found:08x}"), format_args!("{:08x}", part.crc32c)))
+}
+
+/// Verifies what a restore cannot do without.
+///
+/// # Errors
+/// [`Error::Corrupt`], [`Error::Io`].
+pub(super) fn verify_state(file: &StateFile, integrity: &Integrity, level: Verify) -> Result<()> {
+    for (part, range) in placed(&integrity.parts) {
+        let is_wanted = match part.kind {
+            PartKind::HEAD => level >= Verify::Headers,
+            PartKind::STATE => level >= Verify::Full,
+            _ => false,
+        };
+        if is_wanted {
+            verify(file, part, range)?;
+        }
+    }
+    Ok(())
+}
+
+impl Appendices {
+    /// Reads them by the list of parts: each lies where the list says, whatever is wrong with those before it.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if the memory state does not end at `state_end`.
+    pub fn listed(
+        file: &StateFile,
+        state_end: u64,
+        integrity: Integrity,
+        level: Verify,
+        notes: &mut Vec<String>,
+    ) -> Result<Self> {
+        let mut found = Self::default();
+        for (part, range) in placed(&integrity.parts) {
+            if part.kind == PartKind::STATE && range.end != state_end {
+                return Err(Error::corrupt("end of the memory state", state_end, range.end));
+            }
+            if matches!(part.kind, PartKind::HEAD | PartKind::STATE) {
+                continue;
+            }
+            let mut read = || {
+                if level >= Verify::Full {
+                    verify(file, part, range.clone())?;
+                }
+                let mut input = file.part(range.clone());
+                if !found.read_next(part.kind, &mut input)? {
+                    notes.push(format!("{} of {} bytes: skipped", part.kind, part.len));
+                } else if input.left() > 0 {
+                    return Err(Error::corrupt("bytes behind the appendix", input.left(), "none"));
+                }
+                Ok(())
+            };
+            if let Err(error) = read() {
+                found.forget(part.kind);
+                notes.push(format!("{} are ignored: {}", part.kind, file.failed(error)));
+            }
+        }
+        found.integrity = Some(integrity);
+        Ok(found)
+    }
+
+    /// Reads them one after another. Behind one that is unknown or damaged nobody knows where the next begins.
+    pub fn in_turn(file: &StateFile, state_end: u64, notes: &mut Vec<String>) -> Self {
+        let mut found = Self::default();
+        let mut start = state_end;
+        while start < file.size() {
+            let mut input = file.part(start..file.size());
+            let left = file.size() - start;
+            let kind = BoundedRead::u32(&mut file.part(start..file.size()), "appendix magic");
+            let read = kind.and_then(|magic| {
+                let kind = PartKind::from_magic(magic);
+                Ok((kind, found.read_next(kind, &mut input).inspect_err(|_| found.forget(kind))?))
+            });
+            match read {
+                Ok((_, true)) => start = file.size() - input.left(),
+                Ok((kind, false)) => {
+                    notes.push(format!("{kind}: it and the {left} bytes from it on are skipped"));
+                    break;
+                }
+                Err(error) => {
+                    let error = file.failed(error);
+                    notes.push(format!("the {left} bytes from a damaged appendix on are ignored: {error}"));
+                    break;
+                }
+            }
+        }
+        found
+    }
+
+    /// Reads an appendix; false if it is of an unknown kind.
+    fn read_next(&mut self, kind: PartKind, input: &mut impl BoundedRead) -> Result<bool> {
+        match kind {
+            PartKind::CHECKPOINTS => self.checkpoints = Checkpoints::read(input)?.0,
+            PartKind::DRAFT => self.draft = Some(DraftState::read(input)?),
+            PartKind::INTEGRITY => self.integrity = Some(Integrity::read(input)?),
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    /// What was read of a damaged appendix counts for nothing.
+    fn forget(&mut self, kind: PartKind) {
+        match kind {
+            PartKind::CHECKPOINTS => self.checkpoints.clear(),
+            PartKind::DRAFT => self.draft = None,
+            PartKind::INTEGRITY => self.integrity = None,
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Slot files: a sequence file with appendices for all that a server keeps of a slot beside the target's state.
+//!
+//! In front a slot file is a sequence file, byte for byte, and llama.cpp reads it as one. Behind the memory state come the
+//! checkpoints, the draft state, and last the checksums and the identity: `docs/format.md`.
+
+mod appendices;
+mod identity;
+mod load;
+mod save;
+
+use std::path::{Path, PathBuf};
+
+use super::temporary::is_temporary;
+use crate::context::Context;
+use crate::error::{Error, Result};
+use crate::format::{Checkpoint, Identity};
+use crate::types::{SeqId, Token};
+
+/// What a slot file is to hold beside the state of the target's sequence.
+#[derive(Debug, Default)]
+pub struct SlotContents<'a> {
+    /// The token field, as it stands: a server's own payload, if it packs one.
+    pub tokens: &'a [Token],
+    /// Context checkpoints, oldest first.
+    pub checkpoints: Vec<Checkpoint<&'a [u8]>>,
+    /// The draft model's context and its sequence.
+    pub draft: Option<(&'a mut Context, SeqId)>,
+    /// State of the speculative driver.
+    pub driver: &'a [u8],
+    /// Whose state it is.
+    pub identity: Identity,
+}
+
+/// How much of a file is compared with its checksums before anything changes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Verify {
+    /// Nothing, but for those of the identity and the checksums themselves.
+    #[default]
+    None,
+    /// Header and tokens.
+    Headers,
+    /// Everything: the file is read once for that.
+    Full,
+}
+
+/// How a slot file is to be loaded.
+#[derive(Debug)]
+pub struct SlotLoadParams<'a> {
+    /// Most tokens that the caller takes.
+    pub n_token_capacity: usize,
+    /// Checkpoints to keep, the last ones.
+    pub n_ctx_checkpoints: usize,
+    /// The draft model's context and its sequence, which is replaced or, if there is nothing to restore, emptied.
+    pub draft: Option<(&'a mut Context, SeqId)>,
+    /// Whose state it has to be. The model is compared where both sides say it, the salt always; a file that says nothing of
+    /// either is loaded, and noted.
+    pub identity: Identity,
+    /// What is verified.
+    pub verify: Verify,
+}
+
+impl Default for SlotLoadParams<'_> {
+    fn default() -> Self {
+        Self {
+            n_token_capacity: usize::MAX,
+            n_ctx_checkpoints: 32,
+            draft: None,
+            identity: Identity::default(),
+            verify: Verify::default(),
+        }
+    }
+}
+
+/// What became of the draft state.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum DraftOutcome {
+    /// The file has none.
+    Absent,
+    /// It is restored: so many bytes.
+    Restored(u64),
+    /// It could not be used, for this reason.
+    Dropped(String),
+}
+
+/// What a slot file gave. The draft sequence, if one was named, is empty unless its state was restored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LoadedSlot {
+    /// The token field.
+    pub tokens: Vec<Token>,
+    /// Bytes of the target's memory state.
+    pub target_bytes: u64,
+    /// The checkpoints that were kept, oldest first.
+    pub checkpoints: Vec<Checkpoint<Vec<u8>>>,
+    /// Checkpoints of the file.
+    pub n_checkpoints_in_file: usize,
+    /// The draft state.
+    pub draft: DraftOutcome,
+    /// State of the speculative driver; `None` if the file has none, or a draft state that was dropped.
+    pub driver: Option<Vec<u8>>,
+    /// What was verified: [`Verify::None`] if the file has no checksums.
+    pub verified: Verify,
+    /// What the file says of whose state it is.
+    pub identity: Identity,
+    /// What is missing, damaged or unknown, in words.
+    pub notes: Vec<String>,
+}
+
+/// The path of the slot file `name` in `directory`, for names that come from a client.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] for a name that is empty or names more than a file: one with a separator, and `.` and `..`; and
+/// for names of temporary files.
+pub fn slot_path(directory: impl AsRef<Path>, name: &str) -> Result<PathBuf> {
+    let refused =
+        |reason: &str| Err(Error::arg("filename", format!("'{}', {reason}", name.escape_default())));
+    if name.is_empty() || name == "." || name == ".." {
+        return refused("is not the name of a file");
+    }
+    // Those of every system, wherever this runs: a name means the same everywhere.
+    if name.contains(['/', '\\', ':', '\0']) {
+        return refused("a name has no separator");
+    }
+    if is_temporary(name) {
+        return refused("is the name of a temporary file");
+    }
+    Ok(directory.as_ref().join(name))
+}
