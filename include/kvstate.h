@@ -518,6 +518,140 @@ typedef struct kvs_checkpoint_verdict {
     char text[KVS_REASON_SIZE];
 } kvs_checkpoint_verdict;
 
+// A context checkpoint: where in the sequence it was taken, and its states. Fill with kvs_slot_checkpoint_init first.
+typedef struct kvs_slot_checkpoint {
+    // sizeof(kvs_slot_checkpoint), set by the init call.
+    size_t struct_size;
+    // Tokens before it, at least 0.
+    int64_t n_tokens;
+    // Positions of the sequence then.
+    kvs_pos pos_min;
+    // At least pos_min.
+    kvs_pos pos_max;
+    // State of the target, taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY; never empty.
+    const uint8_t *target;
+    // Bytes of target.
+    size_t target_size;
+    // State of the draft model; may be empty.
+    const uint8_t *draft;
+    // Bytes of draft.
+    size_t draft_size;
+    // State of the speculative driver; may be empty.
+    const uint8_t *driver;
+    // Bytes of driver.
+    size_t driver_size;
+} kvs_slot_checkpoint;
+
+// Whose state a slot file holds, any bytes. What is empty is not said.
+typedef struct kvs_slot_identity {
+    // Fingerprint of the model and its settings: compared where the file and its reader both have one.
+    const uint8_t *model;
+    // Bytes of model.
+    size_t model_size;
+    // Whoever reads the file has to name the same salt; an empty one too.
+    const uint8_t *salt;
+    // Bytes of salt.
+    size_t salt_size;
+    // The caller's own: compared with nothing, given back.
+    const uint8_t *metadata;
+    // Bytes of metadata.
+    size_t metadata_size;
+} kvs_slot_identity;
+
+// What a slot file is to hold beside the state of the target. Fill with kvs_slot_save_params_init first.
+typedef struct kvs_slot_save_params {
+    // sizeof(kvs_slot_save_params), set by the init call.
+    size_t struct_size;
+    // The folder of the file. With it, filename is the name of a file and nothing more: one with a separator is refused.
+    // NULL (by default): filename is a path.
+    const char *directory;
+    // The token field, as it stands: a server's own payload, if it packs one.
+    const kvs_token *tokens;
+    // Number of tokens.
+    size_t n_tokens;
+    // Context checkpoints, oldest first.
+    const struct kvs_slot_checkpoint *checkpoints;
+    // Number of checkpoints.
+    size_t n_checkpoint;
+    // The draft model's context; NULL (by default): none. Not the target's.
+    struct kvs_context *draft;
+    // Its sequence.
+    kvs_seq_id draft_seq_id;
+    // 0.
+    uint32_t reserved;
+    // State of the speculative driver; may be empty.
+    const uint8_t *driver;
+    // Bytes of driver.
+    size_t driver_size;
+    // Whose state it is.
+    struct kvs_slot_identity identity;
+} kvs_slot_save_params;
+
+// How much of a slot file is compared with its checksums before anything changes: KVS_VERIFY_*.
+typedef int32_t kvs_verify;
+
+// How a slot file is to be loaded. Fill with kvs_slot_load_params_init first.
+typedef struct kvs_slot_load_params {
+    // sizeof(kvs_slot_load_params), set by the init call.
+    size_t struct_size;
+    // As in kvs_slot_save_params.
+    const char *directory;
+    // Most tokens that are taken; by default any number.
+    size_t n_token_capacity;
+    // Checkpoints to keep, the last ones; 32 by default.
+    size_t n_ctx_checkpoints;
+    // The draft model's context; NULL (by default): none. Not the target's.
+    struct kvs_context *draft;
+    // Its sequence. It is replaced, or empty after the call if there is nothing to restore.
+    kvs_seq_id draft_seq_id;
+    // KVS_VERIFY_NONE by default.
+    kvs_verify verify;
+    // Whose state it has to be. A file that says nothing of it is loaded, and noted.
+    struct kvs_slot_identity identity;
+} kvs_slot_load_params;
+
+// What became of the draft state of a slot file: KVS_SLOT_DRAFT_*.
+typedef int32_t kvs_slot_draft;
+
+// What a slot file gave. Fill with kvs_slot_result_init before the load; everything that it points to is freed by
+// kvs_slot_result_free.
+typedef struct kvs_slot_result {
+    // sizeof(kvs_slot_result), set by the init call.
+    size_t struct_size;
+    // The token field.
+    const kvs_token *tokens;
+    // Number of tokens.
+    size_t n_tokens;
+    // Bytes of the target's memory state, which is restored.
+    uint64_t target_size;
+    // The checkpoints that were kept, oldest first.
+    const struct kvs_slot_checkpoint *checkpoints;
+    // Their number.
+    size_t n_checkpoint;
+    // Number of checkpoints in the file.
+    size_t n_checkpoint_in_file;
+    // KVS_SLOT_DRAFT_*.
+    kvs_slot_draft draft;
+    // What was verified: KVS_VERIFY_NONE if the file has no checksums.
+    kvs_verify verified;
+    // Why the draft state was dropped; otherwise empty.
+    const char *draft_reason;
+    // Bytes of the draft state, if it is restored.
+    uint64_t draft_size;
+    // State of the speculative driver; empty if the file has none, or a draft state that was dropped.
+    const uint8_t *driver;
+    // Bytes of driver.
+    size_t driver_size;
+    // Whose state the file says that it is.
+    struct kvs_slot_identity identity;
+    // What is missing, damaged or unknown, in words.
+    const char *const *notes;
+    // Number of notes.
+    size_t n_note;
+    // What kvs_slot_result_free frees; NULL if nothing was loaded.
+    struct kvs_loaded_slot *memory;
+} kvs_slot_result;
+
 // Calls that reach tensors which are in no host memory. They return 0, or anything else to fail; neither throws.
 typedef struct kvs_tensor_access {
     // Passed back.
@@ -722,6 +856,24 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 
 // In host memory.
 #define KVS_CHECKPOINT_MEMORY_HOST 1
+
+// Nothing, but for the appendix that holds the checksums.
+#define KVS_VERIFY_NONE 0
+
+// Header and tokens.
+#define KVS_VERIFY_HEADERS 1
+
+// Everything: the file is read once for that.
+#define KVS_VERIFY_FULL 2
+
+// The file has none.
+#define KVS_SLOT_DRAFT_ABSENT 0
+
+// It is restored.
+#define KVS_SLOT_DRAFT_RESTORED 1
+
+// It could not be used: see draft_reason.
+#define KVS_SLOT_DRAFT_DROPPED 2
 
 #ifdef __cplusplus
 extern "C" {
@@ -1239,6 +1391,44 @@ kvs_status kvs_checkpoints_verdict(const struct kvs_checkpoints *checkpoints,
                                    size_t index,
                                    kvs_pos pos,
                                    struct kvs_checkpoint_verdict *verdict_out);
+
+// Fills the struct of struct_size bytes at checkpoint with zeroes.
+kvs_status kvs_slot_checkpoint_init(struct kvs_slot_checkpoint *checkpoint, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_slot_save_params_init(struct kvs_slot_save_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_slot_load_params_init(struct kvs_slot_load_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at result with zeroes.
+kvs_status kvs_slot_result_init(struct kvs_slot_result *result, size_t struct_size);
+
+// Writes a slot file: sequence seq_id and what params say (NULL: no more than that). In front it is what
+// kvs_state_seq_save_file writes, and llama.cpp reads it. *size_out (NULL: not wanted) is the size of the file.
+//
+// The file is written beside filename, synced, then renamed over it, as by kvs_state_seq_save_file. Files that a process
+// which was killed has left in that folder (.kvstate-*.tmp) are removed; those of a living one are not.
+kvs_status kvs_slot_save(struct kvs_context *ctx,
+                         const char *filename,
+                         kvs_seq_id seq_id,
+                         const struct kvs_slot_save_params *params,
+                         size_t *size_out);
+
+// Replaces sequence dest_seq_id by the one in a slot file, or in any sequence file (versions 2 to 4), and fills result with
+// what else the file holds. params may be NULL.
+//
+// Refused, and nothing has changed in either context: a file of another model, salt or geometry, a state that does not fit, and
+// what KVS_VERIFY_* finds damaged in header, tokens or memory state. What is damaged or unknown behind the memory state is left
+// out and said in notes. A draft state that does not fit is dropped: the draft's sequence is empty then, and the target stands.
+kvs_status kvs_slot_load(struct kvs_context *ctx,
+                         const char *filename,
+                         kvs_seq_id dest_seq_id,
+                         const struct kvs_slot_load_params *params,
+                         struct kvs_slot_result *result);
+
+// Frees what a result points to, and fills it with zeroes. A result of no load is fine.
+void kvs_slot_result_free(struct kvs_slot_result *result);
 
 // Fills a view with defaults: one stream, full attention, no layers.
 kvs_status kvs_kv_view_init(struct kvs_kv_view *view, size_t struct_size);
