@@ -467,6 +467,7 @@ c_tests! { checkpoint on_the_host_and_on_devices:
     parameters_that_make_no_sense_are_refused,
     arguments_out_of_range_change_nothing,
     a_handle_that_is_none_fails_every_call,
+    a_null_argument_fails_every_call,
 }
 
 c_tests! { slot_file on_the_host:
