@@ -3,7 +3,7 @@
 
 use kvstate::format::{
     BoundedRead, Checkpoint, CheckpointSpan, Checkpoints, Cursor, DraftState, GgmlType, Identity, Integrity,
-    LayerGeometry, Part, PartKind, SectionGeometry,
+    Part, PartKind, SectionGeometry, Tag, TensorShape,
 };
 use kvstate::{Error, Status};
 
@@ -146,10 +146,9 @@ fn integrity() -> Integrity {
     Integrity {
         identity: Identity { model: b"model".to_vec(), salt: b"salt".to_vec(), metadata: Vec::new() },
         geometry: vec![SectionGeometry {
-            v_trans: true,
-            n_rot_k: 64,
-            n_rot_v: 0,
-            layers: vec![LayerGeometry { k: (GgmlType::F16, 8), v: None }],
+            kind: 1,
+            settings: vec![(Tag(*b"ROTK"), 64)],
+            tensors: vec![TensorShape { tag: Tag(*b"K   "), layer: 2, ggml_type: GgmlType::F16, n_embd: 8 }],
         }],
         parts: vec![part(PartKind::HEAD, &BEFORE[..5]), part(PartKind::STATE, &BEFORE[5..])],
     }
@@ -187,7 +186,10 @@ fn integrity_is_written_as_documented() {
     let payload = [
         record(b"MODL", b"model"),
         record(b"SALT", b"salt"),
-        record(b"GEOM", &le32(&[1, 1, 64, 0, 1, 1, 8, u32::MAX, 0])),
+        record(
+            b"GEOM",
+            &le32(&[1, 1, 1, u32::from_le_bytes(*b"ROTK"), 64, 1, u32::from_le_bytes(*b"K   "), 2, 1, 8]),
+        ),
         part(b"HEAD", &BEFORE[..5]),
         part(b"KVST", &BEFORE[5..]),
         record(b"SIZE", &(bytes.len() as u64).to_le_bytes()),

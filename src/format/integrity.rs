@@ -5,8 +5,8 @@
 //!
 //! payload: records of u32 tag | u32 len | len bytes; unknown tags are skipped
 //!     'MODL' | fingerprint of the model and its settings, the caller's
-//!     'GEOM' | u32 n_section, and for each: u32 v_trans | u32 n_rot_k | u32 n_rot_v | u32 n_layer, and for each layer:
-//!              i32 K type | u32 n_embd_k_gqa | i32 V type (-1: no V) | u32 n_embd_v_gqa
+//!     'GEOM' | u32 n_section, and for each: u32 kind | u32 n_setting | n_setting times: u32 tag | u32 value
+//!              u32 n_tensor | n_tensor times: u32 tag | u32 layer | i32 type | u32 n_embd
 //!     'SALT' | the caller's
 //!     'META' | the caller's
 //!     'PART' | u32 kind | u32 crc32c | u64 bytes     once for each part, in order, without a gap, from the start of the file
@@ -15,6 +15,8 @@
 //!
 //! The last checksum follows from those of the parts and the bytes of the appendix, so whoever reads nothing but the appendix
 //! knows whether it is whole.
+
+use std::fmt;
 
 use super::Cursor;
 use super::appendix::{BoundedRead, PartKind, head, read_head};
@@ -50,26 +52,44 @@ pub struct Identity {
     pub metadata: Vec<u8>,
 }
 
-/// Types and widths of a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayerGeometry {
-    /// Type of K and elements of a cell.
-    pub k: (GgmlType, u32),
-    /// The same of V, where there is V.
-    pub v: Option<(GgmlType, u32)>,
+/// Four letters: the name of a setting or a tensor.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Tag(pub [u8; 4]);
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.trim_ascii_end().escape_ascii().fmt(f)
+    }
 }
 
-/// What an attention section's states depend on.
+impl fmt::Debug for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// Type and width of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TensorShape {
+    /// Which of the layer's tensors.
+    pub tag: Tag,
+    /// Its layer.
+    pub layer: u32,
+    /// Type of the elements.
+    pub ggml_type: GgmlType,
+    /// Elements of a cell or row.
+    pub n_embd: u32,
+}
+
+/// What a section's states depend on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SectionGeometry {
-    /// Whether V is transposed.
-    pub v_trans: bool,
-    /// Rotation of K, 0: none.
-    pub n_rot_k: u32,
-    /// Rotation of V, 0: none.
-    pub n_rot_v: u32,
-    /// The layers.
-    pub layers: Vec<LayerGeometry>,
+    /// Number of its kind: 1 attention, 2 recurrent, 3 shared, 4 the compressed half of DSV4.
+    pub kind: u32,
+    /// Settings; one that is not named is 0.
+    pub settings: Vec<(Tag, u32)>,
+    /// Tensors, in the order of a state.
+    pub tensors: Vec<TensorShape>,
 }
 
 /// A part of the file, all of its bytes.
@@ -238,37 +258,33 @@ fn read_geometry(bytes: &[u8]) -> Result<Vec<SectionGeometry>> {
     let mut input = Cursor::new(bytes);
     let mut sections = Vec::new();
     for _ in 0..input.u32("n_section")? {
-        let v_trans = match input.u32("v_trans")? {
-            0 => false,
-            1 => true,
-            other => return Err(Error::corrupt("v_trans", other, "0 or 1")),
-        };
-        let (n_rot_k, n_rot_v) = (input.u32("n_rot_k")?, input.u32("n_rot_v")?);
-        let mut layers = Vec::new();
-        for _ in 0..input.u32("n_layer")? {
-            let (k_type, n_embd_k) = (input.i32("K type")?, input.u32("n_embd_k_gqa")?);
-            let (v_type, n_embd_v) = (input.i32("V type")?, input.u32("n_embd_v_gqa")?);
-            let v = if v_type == -1 { None } else { Some((ggml_type("V type", v_type)?, n_embd_v)) };
-            layers.push(LayerGeometry { k: (ggml_type("K type", k_type)?, n_embd_k), v });
+        let kind = input.u32("section kind")?;
+        let mut settings = Vec::new();
+        for _ in 0..input.u32("n_setting")? {
+            settings.push((Tag(input.u32("setting")?.to_le_bytes()), input.u32("value of a setting")?));
         }
-        sections.push(SectionGeometry { v_trans, n_rot_k, n_rot_v, layers });
+        let mut tensors = Vec::new();
+        for _ in 0..input.u32("n_tensor")? {
+            let tag = Tag(input.u32("tensor")?.to_le_bytes());
+            let (layer, number) = (input.u32("layer of a tensor")?, input.i32("type of a tensor")?);
+            let ggml_type = GgmlType::from_i32(number)
+                .ok_or_else(|| Error::corrupt("type of a tensor", number, "a type of ggml"))?;
+            tensors.push(TensorShape { tag, layer, ggml_type, n_embd: input.u32("n_embd of a tensor")? });
+        }
+        sections.push(SectionGeometry { kind, settings, tensors });
     }
     Ok(sections)
-}
-
-fn ggml_type(field: &'static str, number: i32) -> Result<GgmlType> {
-    GgmlType::from_i32(number).ok_or_else(|| Error::corrupt(field, number, "a type of ggml"))
 }
 
 fn geometry_bytes(sections: &[SectionGeometry]) -> Vec<u8> {
     let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
     let mut words = vec![count(sections.len())];
-    for SectionGeometry { v_trans, n_rot_k, n_rot_v, layers } in sections {
-        words.extend([u32::from(*v_trans), *n_rot_k, *n_rot_v, count(layers.len())]);
-        for LayerGeometry { k, v } in layers {
-            let number = |ggml_type: GgmlType| ggml_type.as_i32().cast_unsigned();
-            words.extend([number(k.0), k.1]);
-            words.extend(v.map_or([u32::MAX, 0], |(ggml_type, n_embd)| [number(ggml_type), n_embd]));
+    for SectionGeometry { kind, settings, tensors } in sections {
+        words.extend([*kind, count(settings.len())]);
+        words.extend(settings.iter().flat_map(|(tag, value)| [u32::from_le_bytes(tag.0), *value]));
+        words.push(count(tensors.len()));
+        for TensorShape { tag, layer, ggml_type, n_embd } in tensors {
+            words.extend([u32::from_le_bytes(tag.0), *layer, ggml_type.as_i32().cast_unsigned(), *n_embd]);
         }
     }
     words.into_iter().flat_map(u32::to_le_bytes).collect()

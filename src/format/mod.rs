@@ -20,6 +20,6 @@ pub use ggml::GgmlType;
 pub use header::{
     FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, SEQ_BLOB_MAGIC, StateVersion, token_bytes, tokens_of,
 };
-pub use integrity::{Identity, Integrity, LayerGeometry, Part, SectionGeometry};
+pub use integrity::{Identity, Integrity, Part, SectionGeometry, Tag, TensorShape};
 
 pub(crate) use header::{read_seq_blob_header, seq_blob_header};

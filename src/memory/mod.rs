@@ -31,6 +31,7 @@ pub use rope::RopeParams;
 pub use section::{SectionKind, SectionParams};
 
 pub(crate) use dsv4::Dsv4Cache;
+pub(crate) use geometry::TensorGeometry;
 pub(crate) use kv_cache::KvCache;
 pub(crate) use kv_read::ReadParams;
 pub(crate) use kv_view::ViewPlan;

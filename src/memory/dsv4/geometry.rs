@@ -48,7 +48,7 @@ pub enum Dsv4Compressor {
 
 impl Dsv4Compressor {
     /// In the order of a state.
-    pub(super) const ALL: [Self; 3] = [Self::Csa, Self::Hca, Self::Lid];
+    pub(crate) const ALL: [Self; 3] = [Self::Csa, Self::Hca, Self::Lid];
 
     pub(super) fn name(self) -> &'static str {
         ["csa", "hca", "lid"][self as usize]

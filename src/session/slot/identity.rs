@@ -1,26 +1,9 @@
 //! Whose state a slot file holds, compared before anything changes.
 
+use super::geometry::geometry_of;
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{GgmlType, Identity, Integrity, LayerGeometry, SectionGeometry};
-
-/// What the states of a context depend on.
-pub(super) fn geometry_of(context: &Context) -> Vec<SectionGeometry> {
-    let sections = context.memory.kv_caches().map(|kv| {
-        let geometry = &kv.geometry;
-        let layers = geometry.k.iter().zip(&geometry.v).map(|(k, v)| LayerGeometry {
-            k: (k.ggml_type, k.n_embd),
-            v: v.map(|v| (v.ggml_type, v.n_embd)),
-        });
-        SectionGeometry {
-            v_trans: geometry.v_trans,
-            n_rot_k: geometry.n_rot_k,
-            n_rot_v: geometry.n_rot_v,
-            layers: layers.collect(),
-        }
-    });
-    sections.collect()
-}
+use crate::format::{Identity, Integrity, SectionGeometry, Tag, TensorShape};
 
 /// Compares the identity of a file with that of its reader; says what could not be compared.
 ///
@@ -52,20 +35,44 @@ fn place() -> String {
 fn check_geometry(file: &[SectionGeometry], context: &Context) -> Result<()> {
     let cache = geometry_of(context);
     same("sections", &file.len(), &cache.len(), usize::to_string, place)?;
-    for ((file, cache), kv) in file.iter().zip(&cache).zip(context.memory.kv_caches()) {
-        let section = || format!("section {}", kv.geometry.name);
-        same("v_trans", &file.v_trans, &cache.v_trans, |v_trans| u32::from(*v_trans).to_string(), section)?;
-        same("n_rot_k", &file.n_rot_k, &cache.n_rot_k, u32::to_string, section)?;
-        same("n_rot_v", &file.n_rot_v, &cache.n_rot_v, u32::to_string, section)?;
-        same("layers", &file.layers.len(), &cache.layers.len(), usize::to_string, section)?;
-        for (il, (file, cache)) in file.layers.iter().zip(&cache.layers).enumerate() {
-            let layer = || format!("{}, layer {il}", section());
-            let tensor = |(ggml_type, n_embd): &(GgmlType, u32)| format!("{} x {n_embd}", ggml_type.name());
-            same("K", &file.k, &cache.k, tensor, layer)?;
-            same("V", &file.v, &cache.v, |v| v.as_ref().map_or_else(|| "none".to_owned(), tensor), layer)?;
-        }
+    for ((file, cache), of) in file.iter().zip(&cache).zip(context.memory.sections()) {
+        check_section(file, cache, of.name())?;
     }
     Ok(())
+}
+
+fn check_section(file: &SectionGeometry, cache: &SectionGeometry, name: &str) -> Result<()> {
+    let section = || format!("section {name}");
+    let kind = |kind: &u32| match kind {
+        1 => "attention".to_owned(),
+        2 => "recurrent".to_owned(),
+        3 => "shared".to_owned(),
+        4 => "dsv4".to_owned(),
+        other => format!("{other}, unknown"),
+    };
+    same("kind of section", &file.kind, &cache.kind, kind, section)?;
+    // One that is not named is 0.
+    let value = |settings: &[(Tag, u32)], tag| {
+        settings.iter().find(|(other, _)| *other == tag).map_or(0, |(_, value)| *value)
+    };
+    for &(tag, _) in cache.settings.iter().chain(&file.settings) {
+        let (state, reader) = (value(&file.settings, tag), value(&cache.settings, tag));
+        same("setting", &state, &reader, u32::to_string, || format!("section {name}, {tag}"))?;
+    }
+    for (file, cache) in file.tensors.iter().zip(&cache.tensors) {
+        let which = |tensor: &TensorShape| (tensor.tag, tensor.layer);
+        same("tensor", &which(file), &which(cache), |(tag, il)| format!("{tag} of layer {il}"), section)?;
+        let place = || format!("section {name}, {} of layer {}", cache.tag, cache.layer);
+        let shape = |tensor: &TensorShape| (tensor.ggml_type, tensor.n_embd);
+        same(
+            "shape",
+            &shape(file),
+            &shape(cache),
+            |(ggml_type, n)| format!("{} x {n}", ggml_type.name()),
+            place,
+        )?;
+    }
+    same("number of tensors", &file.tensors.len(), &cache.tensors.len(), usize::to_string, section)
 }
 
 fn same<T: PartialEq>(

@@ -4,6 +4,7 @@
 //! checkpoints, the draft state, and last the checksums and the identity: `docs/format.md`.
 
 mod appendices;
+mod geometry;
 mod identity;
 mod load;
 mod save;

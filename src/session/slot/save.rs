@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use super::SlotContents;
-use super::identity::geometry_of;
+use super::geometry::geometry_of;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{
-    Checkpoints, DraftState, FileKind, Identity, Integrity, Part, PartKind, seq_blob_header,
+    Checkpoints, DraftState, FileKind, Identity, Integrity, Part, PartKind, SectionGeometry, seq_blob_header,
 };
 use crate::session::replace::Replacement;
 use crate::session::{file_record, with_path};
@@ -131,7 +131,7 @@ impl Contents<'_> {
         &self,
         path: &Path,
         identity: Identity,
-        geometry: Vec<crate::format::SectionGeometry>,
+        geometry: Vec<SectionGeometry>,
         sync: bool,
         progress: Option<&mut ProgressCallback>,
     ) -> Result<u64> {
