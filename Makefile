@@ -9,7 +9,7 @@ LIBS := -lpthread -ldl -lm
 LLAMA_CPP_DIR ?= $(CURDIR)/target/llama.cpp
 export LLAMA_CPP_DIR
 
-.PHONY: demo test test-llama-server header bench bench-quick bench-device bench-llama bench-llama-quick llama-cpp clean
+.PHONY: demo test test-llama-server header fixture-table bench bench-quick bench-device bench-llama bench-llama-quick llama-cpp clean
 
 # A server's day: prompt, checkpoints, edit, slot file, second process; and a slot file of a real llama.cpp.
 demo: build/demo
@@ -34,6 +34,10 @@ test-llama-server:
 # Writes include/kvstate.h from the sources.
 header:
 	KVSTATE_WRITE_HEADER=1 cargo test --quiet --test header
+
+# Writes what becomes of each fixture, and the table of the README.
+fixture-table:
+	KVSTATE_WRITE_FIXTURES=1 cargo test --quiet --test fixture_table
 
 # The table of docs/performance.md, then criterion; ten minutes, 5 GiB of memory and 1 GiB below TMPDIR.
 bench:

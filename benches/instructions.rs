@@ -7,7 +7,7 @@ use std::hint::black_box;
 
 use kvstate::context::{Shift, UbatchToken};
 use kvstate::format::GgmlType;
-use kvstate::memory::{KvParams, LayerParams, TensorParams};
+use kvstate::memory::{KvParams, LayerParams, RecurrentParams, SectionParams, TensorParams};
 use kvstate::types::{CellExt, Pos, SeqId, StateFlags};
 use kvstate::{Context, ContextParams};
 
@@ -16,22 +16,25 @@ const NONE: StateFlags = StateFlags::empty();
 /// Tokens of sequence 0, where the operation says nothing else.
 const N: Pos = 1024;
 
+/// Header; one state and its position; then R and S of four layers, each with type and row size.
+const HYBRID_CHECKPOINT: usize = 8 + 12 + 8 + 4 * (12 + 36 * 4 + 12 + 64 * 4);
+
 /// Sequences of the cache.
 const N_SEQ: SeqId = 64;
 
 struct Operation {
     name: &'static str,
-    /// Whether sequence 1 has every other cell.
-    alternate: bool,
+    /// Of so many cells.
+    context: fn(u32) -> Context,
     run: fn(&mut Context),
 }
 
-const OPERATIONS: [Operation; 11] = [
+const OPERATIONS: [Operation; 12] = [
     operation("state_seq_get_size, one run", |context| {
         let _ = black_box(context.state_seq_get_size(0, NONE));
     }),
     Operation {
-        alternate: true,
+        context: alternate,
         ..operation("state_seq_get_size, every other cell", |context| {
             let _ = black_box(context.state_seq_get_size(0, NONE));
         })
@@ -39,6 +42,15 @@ const OPERATIONS: [Operation; 11] = [
     operation("state_seq_get_data, partial, full attention", |context| {
         let _ = black_box(context.state_seq_get_data(&mut [0; 8], 0, StateFlags::PARTIAL_ONLY));
     }),
+    Operation {
+        context: hybrid,
+        ..operation("partial checkpoint of a hybrid, saved and restored", |context| {
+            let mut checkpoint = [0; HYBRID_CHECKPOINT];
+            let flags = StateFlags::PARTIAL_ONLY;
+            assert_eq!(context.state_seq_get_data(&mut checkpoint, 0, flags).ok(), Some(HYBRID_CHECKPOINT));
+            assert_eq!(context.state_seq_set_data(&checkpoint, 0, flags).ok(), Some(HYBRID_CHECKPOINT));
+        })
+    },
     operation("seq_pos_max", |context| {
         let _ = black_box(context.seq_pos_max(0));
     }),
@@ -67,7 +79,7 @@ const OPERATIONS: [Operation; 11] = [
 ];
 
 const fn operation(name: &'static str, run: fn(&mut Context)) -> Operation {
-    Operation { name, alternate: false, run }
+    Operation { name, context: alone, run }
 }
 
 /// The function that callgrind counts.
@@ -86,18 +98,38 @@ fn decode(context: &mut Context, tokens: &[UbatchToken<'_>]) {
 }
 
 /// Two layers of 128 bytes a cell: a million cells that nobody writes to cost no memory.
-fn context(kv_size: u32, alternate: bool) -> Context {
+fn attention(kv_size: u32) -> KvParams {
     let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 32 };
-    let layer = LayerParams { k: tensor, v: Some(tensor) };
-    let sections = vec![KvParams::new(kv_size, 2, layer).into()];
+    KvParams::new(kv_size, 2, LayerParams { k: tensor, v: Some(tensor) })
+}
+
+fn new(sections: Vec<SectionParams>) -> Context {
     let params = ContextParams { shift: Shift::Engine, ..ContextParams::new(N_SEQ.unsigned_abs(), sections) };
-    let mut context = Context::new(params).expect("a geometry");
+    Context::new(params).expect("a geometry")
+}
+
+/// Sequence 0 alone.
+fn alone(kv_size: u32) -> Context {
+    let mut context = new(vec![attention(kv_size).into()]);
+    (0..N).for_each(|pos| decode(&mut context, &[token(pos)]));
+    context
+}
+
+/// Sequence 1 has every other cell.
+fn alternate(kv_size: u32) -> Context {
+    let mut context = new(vec![attention(kv_size).into()]);
     for pos in 0..N {
         decode(&mut context, &[token(pos)]);
-        if alternate {
-            decode(&mut context, &[UbatchToken { seq_ids: &[1], ..token(pos) }]);
-        }
+        decode(&mut context, &[UbatchToken { seq_ids: &[1], ..token(pos) }]);
     }
+    context
+}
+
+/// Sequence 0 has every cell, and four recurrent states of 400 bytes.
+fn hybrid(kv_size: u32) -> Context {
+    let mut context = new(SectionParams::hybrid(attention(kv_size), RecurrentParams::new(4, 36, 64)));
+    let tokens: Vec<_> = (0..kv_size.cast_signed()).map(token).collect();
+    tokens.chunks(4096).for_each(|tokens| decode(&mut context, tokens));
     context
 }
 
@@ -110,6 +142,6 @@ fn main() {
         return;
     };
     let operation = OPERATIONS.iter().find(|operation| operation.name == name).expect("an operation's name");
-    let mut context = context(kv_size.parse().expect("a number of cells"), operation.alternate);
+    let mut context = (operation.context)(kv_size.parse().expect("a number of cells"));
     counted_operation(black_box(operation.run), &mut context);
 }

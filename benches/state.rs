@@ -15,6 +15,7 @@ use kvstate::format::GgmlType;
 use kvstate::memory::KvParams;
 use kvstate::types::SeqId;
 
+use common::hybrid::Hybrid;
 use common::{Case, FREE_SEQ, Layout, N_SEQ, Pair, decode, filled, fitting, rows, timed, transposed};
 
 /// What a machine with few cores has; more do not speed up a copy much.
@@ -70,12 +71,7 @@ impl ValueFormatter for Ratio {
     }
 }
 
-fn bench_pairs(
-    group: &mut BenchmarkGroup<'_, Ratio>,
-    name: &str,
-    case: &mut Case,
-    call: fn(&mut Case) -> Pair,
-) {
+fn bench_pairs<T>(group: &mut BenchmarkGroup<'_, Ratio>, name: &str, case: &mut T, call: fn(&mut T) -> Pair) {
     let mut ratio = || {
         let Pair { reference, call } = call(case);
         call.as_secs_f64() / reference.as_secs_f64()
@@ -144,6 +140,18 @@ fn small(c: &mut Criterion<Ratio>) {
         let mut case = Case::new(kv.clone(), &owners, THREADS);
         bench_memory(&mut group, name, &mut case);
         bench_files(&mut group, name, &mut case);
+    }
+}
+
+/// A partial checkpoint holds the recurrent states alone, whatever the length of the sequence.
+fn hybrid(c: &mut Criterion<Ratio>) {
+    let mut group = c.benchmark_group("checkpoint of a hybrid");
+    group.sample_size(20).sampling_mode(SamplingMode::Flat);
+    for n_tokens in [1 << 10, 32 << 10, 256 << 10] {
+        let mut case = Hybrid::new(n_tokens);
+        let name = |call: &str| format!("{}K tokens: {call}", n_tokens >> 10);
+        bench_pairs(&mut group, &name("get_data"), &mut case, Hybrid::get_data);
+        bench_pairs(&mut group, &name("set_data"), &mut case, Hybrid::set_data);
     }
 }
 
@@ -222,7 +230,7 @@ criterion_group! {
         .with_measurement(Ratio)
         .warm_up_time(Duration::from_millis(300))
         .measurement_time(Duration::from_millis(1500));
-    targets = large, types, small
+    targets = large, types, small, hybrid
 }
 criterion_group! {
     name = times;

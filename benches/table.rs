@@ -14,19 +14,22 @@ use std::time::Duration;
 use kvstate::format::GgmlType;
 use kvstate::memory::KvParams;
 
+use common::hybrid::Hybrid;
 use common::resident::{Peak, peak_of};
 use common::{Case, FREE_SEQ, Layout, Pair, decode, fitting, limits, rows, timed, transposed};
 
 const MARKER: &str = "<!-- made by benches/table.rs -->";
 
 /// A call, and its time.
-type Call = fn(&mut Case) -> Duration;
+type Call<T = Case> = fn(&mut T) -> Duration;
 
 /// The two columns of every row.
 const THREADS: [usize; 2] = [1, 2];
 
 struct Options {
     quick: bool,
+    /// Nothing but the checkpoint of a hybrid.
+    hybrid: bool,
     /// Nothing but the peaks of memory: what the bench asks of a process of its own.
     memory: bool,
     write: Option<PathBuf>,
@@ -34,15 +37,16 @@ struct Options {
 
 impl Options {
     fn parse() -> Result<Self, String> {
-        let mut options = Self { quick: false, memory: false, write: None };
+        let mut options = Self { quick: false, hybrid: false, memory: false, write: None };
         let mut args = std::env::args().skip(1);
         while let Some(arg) = args.next() {
             match arg.as_str() {
                 "--bench" => {} // from cargo
                 "--quick" => options.quick = true,
+                "--hybrid" => options.hybrid = true,
                 "--memory" => options.memory = true,
                 "--write" => options.write = Some(args.next().ok_or("--write: a file is missing")?.into()),
-                _ => return Err(format!("{arg}: possible are --quick and --write FILE")),
+                _ => return Err(format!("{arg}: possible are --quick, --hybrid and --write FILE")),
             }
         }
         if options.quick && options.write.is_some() {
@@ -322,22 +326,52 @@ fn flatness(options: &Options) -> String {
         })
         .collect();
 
-    let mut out = String::from("| 1,024 tokens of 4 KiB in a cache of");
-    for kv_size in sizes {
-        write!(out, " | {}K cells", kv_size >> 10).expect("a string grows");
-    }
-    out += " | largest / smallest |\n|---";
-    out += &"|---".repeat(sizes.len() + 1);
-    out += "|\n";
+    let sizes: Vec<String> = sizes.iter().map(|kv_size| format!("{}K cells", kv_size >> 10)).collect();
+    let mut out = header("1,024 tokens of 4 KiB in a cache of", &sizes);
     for (name, call) in calls {
-        let rounds = repeat(n_rounds, || cases.iter_mut().map(call).collect::<Vec<_>>());
-        let times: Vec<f64> =
-            (0..sizes.len()).map(|i| median(rounds.iter().map(|round| round[i]).collect())).collect();
-        let columns: Vec<String> = times.iter().map(|&time| human(time)).collect();
-        let last = times[times.len() - 1] / times[0];
-        writeln!(out, "| {name} | {} | {last:.2} |", columns.join(" | ")).expect("a string grows");
+        out += &in_turn(name, n_rounds, &mut cases, call);
     }
     out
+}
+
+/// Costs of a partial checkpoint of a hybrid whose sequence grows, measured in turn.
+#[expect(clippy::cast_precision_loss, reason = "a figure to read")]
+fn hybrid(options: &Options) -> String {
+    let calls: [(&str, Call<Hybrid>); 4] = [
+        ("get_size", Hybrid::get_size_alone),
+        ("get_data", Hybrid::get_data_alone),
+        ("set_data", Hybrid::set_data_alone),
+        ("a plain copy of it", Hybrid::copy),
+    ];
+    let lengths: &[i32] = if options.quick { &[1 << 10, 32 << 10] } else { &[1 << 10, 32 << 10, 256 << 10] };
+    let n_rounds = if options.quick { 3 } else { 51 };
+    eprintln!("checkpoints of a hybrid after {lengths:?} tokens");
+    let mut cases: Vec<Hybrid> = lengths.iter().map(|&n_tokens| Hybrid::new(n_tokens)).collect();
+    let lengths: Vec<String> = lengths.iter().map(|n_tokens| format!("{}K tokens", n_tokens >> 10)).collect();
+    let mut out = header("a partial checkpoint after", &lengths);
+    let sizes: Vec<f64> = cases.iter().map(|case| case.checkpoint_bytes() as f64).collect();
+    let columns: Vec<String> = sizes.iter().map(ToString::to_string).collect();
+    let last = sizes[sizes.len() - 1] / sizes[0];
+    writeln!(out, "| bytes | {} | {last:.2} |", columns.join(" | ")).expect("a string grows");
+    for (name, call) in calls {
+        out += &in_turn(name, n_rounds, &mut cases, call);
+    }
+    out
+}
+
+/// The first lines of a table with a column for each size.
+fn header(what: &str, sizes: &[String]) -> String {
+    let rule = "|---".repeat(sizes.len() + 2);
+    format!("| {what} | {} | largest / smallest |\n{rule}|\n", sizes.join(" | "))
+}
+
+/// A line of it: medians of a call, made in each of the cases in turn.
+fn in_turn<T>(name: &str, n_rounds: usize, cases: &mut [T], call: Call<T>) -> String {
+    let rounds = repeat(n_rounds, || cases.iter_mut().map(call).collect::<Vec<_>>());
+    let times: Vec<f64> =
+        (0..cases.len()).map(|i| median(rounds.iter().map(|round| round[i]).collect())).collect();
+    let columns: Vec<String> = times.iter().map(|&time| human(time)).collect();
+    format!("| {name} | {} | {:.2} |\n", columns.join(" | "), times[times.len() - 1] / times[0])
 }
 
 fn decode_and_cut(case: &mut Case, pos: i32, n_tokens: i32) -> Duration {
@@ -442,11 +476,13 @@ fn limits(options: &Options) -> String {
 
 fn report(options: &Options) -> Result<String, String> {
     Ok(format!(
-        "{}\n\n## Speed\n\n{}\n## Limits\n\n{}\n## A sequence in a large cache\n\n{}\n## Peak extra memory\n\n{}",
+        "{}\n\n## Speed\n\n{}\n## Limits\n\n{}\n## A sequence in a large cache\n\n{}\n\
+         ## A checkpoint of a hybrid\n\n{}\n## Peak extra memory\n\n{}",
         machine(),
         table(options),
         limits(options),
         flatness(options),
+        hybrid(options),
         memory_of_a_new_process(options)?
     ))
 }
@@ -459,6 +495,10 @@ fn replaced(page: &str, report: &str) -> Result<String, String> {
 
 fn run() -> Result<(), String> {
     let options = Options::parse()?;
+    if options.hybrid {
+        print!("{}", hybrid(&options));
+        return Ok(());
+    }
     if options.memory {
         print!("{}", memory(&options));
         return Ok(());

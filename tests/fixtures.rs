@@ -9,8 +9,8 @@ use std::fs;
 use std::path::Path;
 
 use common::{
-    Fixture, Section, assert_same_bytes, file_bytes, fixtures, positions, seq_state, whole_contexts,
-    whole_state,
+    Fixture, SEQUENCE, SESSION, Section, assert_same_bytes, file_bytes, file_of, fixtures, positions,
+    saved_session, saved_slot, seq_state, whole_contexts, whole_state,
 };
 use kvstate::cells::{CellMeta, SeqSet};
 use kvstate::context::UbatchToken;
@@ -20,8 +20,6 @@ use kvstate::{Context, ContextParams, Status};
 
 const NONE: StateFlags = StateFlags::empty();
 const PARTIAL: StateFlags = StateFlags::PARTIAL_ONLY;
-const SEQUENCE: u32 = 0x6767_7371;
-const SESSION: u32 = 0x6767_736e;
 
 /// Runs `check` over the fixtures that `filter` lets through, and says how many they were.
 fn for_each(what: &str, filter: impl Fn(&Fixture) -> bool, mut check: impl FnMut(&Fixture)) {
@@ -49,31 +47,6 @@ fn load(ctx: &mut Context, blob: &[u8], dest: SeqId, flags: StateFlags, fixture:
         Ok(n) => assert_eq!(n, blob.len(), "{}: bytes consumed", fixture.name),
         Err(e) => panic!("{}: {e}", fixture.name),
     }
-}
-
-/// A scratch file with these bytes.
-fn file_of(bytes: &[u8]) -> tempfile::NamedTempFile {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    fs::write(file.path(), bytes).unwrap();
-    file
-}
-
-fn saved_slot(ctx: &mut Context, seq_id: SeqId, tokens: &[Token]) -> Vec<u8> {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("saved");
-    let size = ctx.state_seq_save_file(&path, seq_id, tokens).unwrap();
-    let bytes = fs::read(&path).unwrap();
-    assert_eq!(bytes.len() as u64, size, "the size returned is the size of the file");
-    bytes
-}
-
-fn saved_session(ctx: &mut Context, tokens: &[Token]) -> Vec<u8> {
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("saved");
-    let size = ctx.state_save_file(&path, tokens).unwrap();
-    let bytes = fs::read(&path).unwrap();
-    assert_eq!(bytes.len() as u64, size, "the size returned is the size of the file");
-    bytes
 }
 
 fn without(fixture: &Fixture, change: impl FnOnce(&mut ContextParams)) -> Context {
@@ -351,44 +324,20 @@ fn an_empty_state_empties_the_destination() {
 
 // Files of older builds
 
-fn is_old(fixture: &Fixture) -> bool {
-    fixture.version() < 4
-}
-
-/// These differ from b11434's in the last bits of their numbers.
-fn was_computed_otherwise(f: &Fixture) -> bool {
-    f.name.contains("mamba") || f.name.starts_with("v2/qwen3next")
-}
-
-/// The blob that the state is in the current layout: b11434's, or the old one with the fields that it lacks.
-fn as_version_4(f: &Fixture) -> Vec<u8> {
-    if !was_computed_otherwise(f) {
-        let path = f.path("bin").or_else(|| f.path("slot")).unwrap().with_extension("bin");
-        return fs::read(f.twin_of(&path).unwrap_or_else(|| panic!("{} has no twin", f.name))).unwrap();
-    }
-    let mut blob = f.blob().unwrap();
-    if f.sidecar.sections[0].is_attention() {
-        // Header, n_stream, cell_count, cells, v_trans and n_layer; then n_rot_k and n_rot_v.
-        let at = 8 + 4 + 4 + 12 * f.sidecar.sections[0].cells[0] as usize + 8;
-        blob.splice(at..at, [0; 8]);
-    }
-    blob
-}
-
 #[test]
 fn a_slot_file_of_an_older_build_is_written_as_its_version_4_twin() {
-    let filter = |f: &Fixture| is_old(f) && f.path("slot").is_some();
+    let filter = |f: &Fixture| f.is_old() && f.path("slot").is_some();
     for_each("old slot files", filter, |f| {
         let (mut ctx, seq, path) = (f.context(), f.sidecar.seq_id, f.path("slot").unwrap());
         let loaded = ctx.state_seq_load_file(&path, seq, 4096).unwrap_or_else(|e| panic!("{}: {e}", f.name));
         assert_eq!(loaded.tokens, f.sidecar.tokens, "{}: tokens", f.name);
         assert_eq!(loaded.state_end, fs::metadata(&path).unwrap().len(), "{}: end of the state", f.name);
         assert_eq!(positions(&ctx, seq), f.restored_positions(), "{}: positions", f.name);
-        let twin = as_version_4(f);
+        let twin = f.as_version_4();
         assert_same_bytes(&seq_state(&mut ctx, seq, NONE), &twin, &f.name);
         let saved = saved_slot(&mut ctx, seq, &loaded.tokens);
         assert_same_bytes(&saved, &file_bytes(SEQUENCE, 4, &loaded.tokens, &twin[8..]), &f.name);
-        if let Some(slot) = f.twin_of(&path).filter(|_| !was_computed_otherwise(f)) {
+        if let Some(slot) = f.twin_of(&path).filter(|_| !f.was_computed_otherwise()) {
             assert_same_bytes(&saved, &fs::read(slot).unwrap(), &f.name);
         }
     });
@@ -396,7 +345,7 @@ fn a_slot_file_of_an_older_build_is_written_as_its_version_4_twin() {
 
 #[test]
 fn a_blob_of_an_older_build_in_a_file_of_its_version_is_written_as_its_version_4_twin() {
-    let filter = |f: &Fixture| is_old(f) && f.path("bin").is_some();
+    let filter = |f: &Fixture| f.is_old() && f.path("bin").is_some();
     for_each("old blobs", filter, |f| {
         let (blob, seq) = (f.blob().unwrap(), f.sidecar.seq_id);
         // A partial state of an iSWA cache is the state of its window half alone.
@@ -413,7 +362,7 @@ fn a_blob_of_an_older_build_in_a_file_of_its_version_is_written_as_its_version_4
         let is_alone = f.is_partial() && f.sidecar.memory == "llama_memory_hybrid";
         let want = if is_alone { (63, 63) } else { f.restored_positions() };
         assert_eq!(positions(&ctx, seq), want, "{}: positions", f.name);
-        assert_same_bytes(&seq_state(&mut ctx, seq, NONE), &as_version_4(f), &f.name);
+        assert_same_bytes(&seq_state(&mut ctx, seq, NONE), &f.as_version_4(), &f.name);
     });
 }
 
@@ -423,7 +372,7 @@ fn an_old_blob_in_memory_is_refused_as_of_an_older_layout() {
     // So is a recurrent state alone.
     let filter = |f: &Fixture| {
         let has_attention = f.sidecar.sections.iter().any(Section::is_attention);
-        is_old(f) && f.n_cells() > 0 && !f.is_legacy_partial() && f.blob().is_some() && has_attention
+        f.is_old() && f.n_cells() > 0 && !f.is_legacy_partial() && f.blob().is_some() && has_attention
     };
     for_each("old blobs in memory", filter, |f| {
         let mut ctx = f.context();
@@ -445,7 +394,7 @@ fn check_old_session(f: &Fixture, session: &Path, tokens: &[Token], twin: &[u8],
 #[test]
 fn a_whole_context_of_an_older_build_in_a_session_file_is_written_as_its_version_4_twin() {
     let mut n = 0;
-    for (path, f) in whole_contexts("_whole.ctx").into_iter().filter(|(_, f)| is_old(f)) {
+    for (path, f) in whole_contexts("_whole.ctx").into_iter().filter(|(_, f)| f.is_old()) {
         let name = path.display().to_string();
         let twin = f.twin_of(&path).unwrap_or_else(|| panic!("{name} has no twin"));
         let tokens = &f.sidecar.tokens;

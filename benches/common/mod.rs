@@ -4,6 +4,7 @@
 //! finds the same cells again.
 #![allow(dead_code, reason = "each bench uses a part")]
 
+pub mod hybrid;
 pub mod limits;
 pub mod resident;
 

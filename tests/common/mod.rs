@@ -250,6 +250,32 @@ impl Fixture {
         self.sidecar.state_seq_version.unwrap_or(4)
     }
 
+    /// Of a layout before the current one.
+    pub fn is_old(&self) -> bool {
+        self.version() < 4
+    }
+
+    /// It differs from b11434's in the last bits of its numbers.
+    pub fn was_computed_otherwise(&self) -> bool {
+        self.name.contains("mamba") || self.name.starts_with("v2/qwen3next")
+    }
+
+    /// The blob that an old state is in the current layout: b11434's, or the old one with the fields that it lacks.
+    pub fn as_version_4(&self) -> Vec<u8> {
+        if !self.was_computed_otherwise() {
+            let path = self.path("bin").or_else(|| self.path("slot")).unwrap().with_extension("bin");
+            let twin = self.twin_of(&path).unwrap_or_else(|| panic!("{} has no twin", self.name));
+            return fs::read(twin).unwrap();
+        }
+        let mut blob = self.blob().unwrap();
+        if self.sidecar.sections[0].is_attention() {
+            // Header, n_stream, cell_count, cells, v_trans and n_layer; then n_rot_k and n_rot_v.
+            let at = 8 + 4 + 4 + 12 * self.sidecar.sections[0].cells[0] as usize + 8;
+            blob.splice(at..at, [0; 8]);
+        }
+        blob
+    }
+
     pub fn flags(&self) -> StateFlags {
         StateFlags::from_bits(self.sidecar.flags).unwrap()
     }
@@ -466,10 +492,38 @@ pub fn whole_state(ctx: &mut Context) -> Vec<u8> {
     state
 }
 
+/// A scratch file with these bytes.
+pub fn file_of(bytes: &[u8]) -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    fs::write(file.path(), bytes).unwrap();
+    file
+}
+
+pub fn saved_slot(ctx: &mut Context, seq_id: SeqId, tokens: &[Token]) -> Vec<u8> {
+    saved(|path| ctx.state_seq_save_file(path, seq_id, tokens))
+}
+
+pub fn saved_session(ctx: &mut Context, tokens: &[Token]) -> Vec<u8> {
+    saved(|path| ctx.state_save_file(path, tokens))
+}
+
+fn saved(save: impl FnOnce(&Path) -> kvstate::error::Result<u64>) -> Vec<u8> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("saved");
+    let size = save(&path).unwrap();
+    let bytes = fs::read(&path).unwrap();
+    assert_eq!(bytes.len() as u64, size, "the size returned is the size of the file");
+    bytes
+}
+
 /// First and last position of a sequence.
 pub fn positions(ctx: &Context, seq_id: SeqId) -> (Pos, Pos) {
     (ctx.seq_pos_min(seq_id).unwrap(), ctx.seq_pos_max(seq_id).unwrap())
 }
+
+/// The magic numbers of files: of a sequence, of a whole context.
+pub const SEQUENCE: u32 = 0x6767_7371;
+pub const SESSION: u32 = 0x6767_736e;
 
 /// A file of `version` whose token list and state are these.
 pub fn file_bytes(magic: u32, version: u32, tokens: &[Token], state: &[u8]) -> Vec<u8> {

@@ -2,7 +2,8 @@
 //!
 //! The model has RMS norms, rotary positions, grouped-query attention and a gated feed-forward layer, with random weights,
 //! all in f32; K and V are in the context's planes, as f32 or f16. With a sliding window every other layer has
-//! it, as in llama.cpp's iSWA models: section 0 holds the layers with full attention, section 1 the others.
+//! it, as in llama.cpp's iSWA models: section 0 holds the layers with full attention, section 1 the others. In a
+//! hybrid every other layer is recurrent, with its states in section 1.
 //! A token's logits are the same bits whatever cells its sequence lies in and however tokens are batched.
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(
@@ -12,21 +13,24 @@
 )]
 
 mod model;
+mod recurrent;
 mod vectors;
 
-use std::fmt;
+use std::{fmt, slice};
 
 use kvstate::context::{PendingShift, Shift, UbatchToken};
 use kvstate::format::GgmlType;
 use kvstate::memory::{
-    KvMemory, KvParams, KvPlanes, LayerParams, RopeParams, SectionParams, TensorParams, swa_kv_size,
+    KvMemory, KvParams, KvPlanes, LayerParams, RecurrentLayerParams, RecurrentParams, RopeParams,
+    SectionKind, SectionParams, TensorParams, swa_kv_size,
 };
 use kvstate::storage::PlaneShape;
 use kvstate::types::{CellExt, Pos, RopeType, SeqId, Swa, Token};
 use kvstate::{Context, ContextParams};
 
 use crate::place;
-use model::{Model, N_EMBD_KV, N_HEAD_DIM, Random, add, attend, rms_norm, rotate};
+use model::{Layer, Model, N_EMBD_KV, N_HEAD_DIM, Random, add, attend, rms_norm, rotate};
+use recurrent::{States, StatesOfUbatch};
 use vectors::Vectors;
 
 const N_LAYER: usize = 4;
@@ -47,6 +51,12 @@ pub struct Logits(Vec<f32>);
 impl Logits {
     pub fn are_finite(&self) -> bool {
         self.0.iter().all(|x| x.is_finite())
+    }
+
+    /// The likeliest token.
+    pub fn best(&self) -> Token {
+        let best = (0..).zip(&self.0).max_by(|(_, a), (_, b)| a.total_cmp(b));
+        best.expect("a vocabulary").0
     }
 
     /// The largest difference of a logit.
@@ -72,6 +82,8 @@ impl fmt::Debug for Logits {
 pub struct Setup {
     /// The window of every other layer; [`Swa::NONE`]: all layers have full attention.
     pub swa: Swa,
+    /// Every other layer is recurrent instead, with so many rollback planes.
+    pub recurrent: Option<u32>,
     /// Cells of a stream with a window.
     pub swa_kv_size: u32,
     pub v_trans: bool,
@@ -89,6 +101,7 @@ impl Setup {
         let n_seq_max = 3;
         Self {
             swa,
+            recurrent: None,
             swa_kv_size: swa_kv_size(KV_SIZE, swa.n_swa(), n_seq_max, N_UBATCH as u32, true),
             v_trans: false,
             element: GgmlType::F32,
@@ -97,6 +110,11 @@ impl Setup {
             max_masked_cells: None,
             rope: false,
         }
+    }
+
+    /// Full attention, and every other layer recurrent.
+    pub fn hybrid(n_rs_seq: u32) -> Self {
+        Self { recurrent: Some(n_rs_seq), ..Self::new(Swa::NONE) }
     }
 
     /// The same with V as it is or transposed, in f32 and in f16.
@@ -108,13 +126,16 @@ impl Setup {
 
     /// An engine with an empty cache. All engines have the same weights.
     pub fn start(self) -> Engine {
-        let sections = if self.swa.is_none() {
+        let sections = if let Some(n_rs_seq) = self.recurrent {
+            let recurrent = RecurrentParams { layers: recurrent_layers(), n_rs_seq };
+            SectionParams::hybrid(self.section(KV_SIZE, Swa::NONE, N_LAYER / 2), recurrent)
+        } else if self.swa.is_none() {
             vec![self.section(KV_SIZE, Swa::NONE, N_LAYER)]
         } else {
-            vec![
+            SectionParams::iswa(
                 self.section(KV_SIZE, Swa::NONE, N_LAYER / 2),
                 self.section(self.swa_kv_size, self.swa, N_LAYER / 2),
-            ]
+            )
         };
         let keys: Vec<Vec<Vectors>> = sections.iter().map(|section| self.keys(section)).collect();
         let n_stream = self.n_stream();
@@ -128,10 +149,11 @@ impl Setup {
             Ok(())
         };
         let rope = Some(RopeParams::new(RopeType::Neox, N_HEAD_DIM as u32));
-        let ropes = match &sections[..] {
-            [_] => vec![vec![rope; N_LAYER]],
-            _ => vec![vec![rope; N_LAYER / 2]; 2],
+        let n_rope = |section: &SectionParams| match section {
+            SectionParams::Kv { kv, .. } => kv.layers.len(),
+            _ => 0,
         };
+        let ropes = sections.iter().map(|section| vec![rope.clone(); n_rope(section)]).collect();
         let params = ContextParams {
             unified: self.unified,
             shift: if self.rope { Shift::Rope(ropes) } else { Shift::Callback(Box::new(shift)) },
@@ -169,6 +191,18 @@ impl Setup {
     }
 }
 
+/// The layers of the model: every other has a state.
+fn recurrent_layers() -> Vec<RecurrentLayerParams> {
+    (0..N_LAYER)
+        .map(|il| if is_other(il) { recurrent::layer() } else { RecurrentLayerParams::default() })
+        .collect()
+}
+
+/// Whether a layer is one of those that have a window, or are recurrent.
+fn is_other(il: usize) -> bool {
+    il.is_multiple_of(2)
+}
+
 fn rotate_key(keys: &Vectors, cell: u32, n_pos: Pos) {
     let mut key = keys.read(cell);
     rotate(&mut key, n_pos);
@@ -185,48 +219,86 @@ pub struct Engine {
 impl Engine {
     /// Decodes tokens of a sequence from position `p0` on; returns the logits after each of them.
     pub fn decode(&mut self, seq_id: SeqId, p0: Pos, tokens: &[Token]) -> Vec<Logits> {
-        self.rotate_shifted();
-        let ubatches = (p0..).step_by(N_UBATCH).zip(tokens.chunks(N_UBATCH));
-        ubatches.flat_map(|(p0, tokens)| self.decode_ubatch(seq_id, p0, tokens)).collect()
+        let tokens: Vec<_> = (p0..).zip(tokens).map(|(pos, &token)| (seq_id, pos, token)).collect();
+        tokens.chunks(N_UBATCH).flat_map(|tokens| self.decode_ubatch(tokens)).collect()
     }
 
-    fn decode_ubatch(&mut self, seq_id: SeqId, p0: Pos, tokens: &[Token]) -> Vec<Logits> {
-        let seq_ids = [seq_id];
-        let ubatch: Vec<UbatchToken<'_>> = (p0..)
-            .zip(tokens)
-            .map(|(pos, _)| UbatchToken { pos, ext: CellExt::default(), seq_ids: &seq_ids })
+    /// Decodes tokens, each of a sequence and at a position, in one ubatch; returns the logits after each of them.
+    pub fn decode_ubatch(&mut self, tokens: &[(SeqId, Pos, Token)]) -> Vec<Logits> {
+        self.rotate_shifted();
+        let ubatch: Vec<UbatchToken<'_>> = tokens
+            .iter()
+            .map(|(seq_id, pos, _)| UbatchToken {
+                pos: *pos,
+                ext: CellExt::default(),
+                seq_ids: slice::from_ref(seq_id),
+            })
             .collect();
         let slot = self.cache.prepare(&ubatch).unwrap();
         self.cache.commit(&slot).unwrap();
-        let visible: Vec<Vec<Vec<u32>>> = (0..self.cache.n_section())
+        let visible: Vec<Vec<Vec<u32>>> = self
+            .kv_sections()
             .map(|section| ubatch.iter().map(|token| self.visible_cells(section, token)).collect())
             .collect();
 
-        let mut hidden: Vec<Vec<f32>> = tokens.iter().map(|&token| self.model.embed(token)).collect();
+        let mut hidden: Vec<Vec<f32>> = tokens.iter().map(|&(_, _, token)| self.model.embed(token)).collect();
         for (il, layer) in self.model.layers.iter().enumerate() {
-            let (section, index) = self.home_of_layer(il);
-            let (keys, values) = self.keys_and_values(section, self.stream_of(seq_id), index);
-
-            let cells = slot.cells(section).unwrap();
-            for ((x, token), &cell) in hidden.iter().zip(&ubatch).zip(cells) {
-                let x = rms_norm(x);
-                let mut key = layer.key.times(&x);
-                rotate(&mut key, token.pos);
-                keys.write(cell, &key);
-                values.write(cell, &layer.value.times(&x));
-            }
-            for ((x, token), visible) in hidden.iter_mut().zip(&ubatch).zip(&visible[section]) {
-                let mut query = layer.query.times(&rms_norm(x));
-                rotate(&mut query, token.pos);
-                let keys: Vec<_> = visible.iter().map(|&cell| keys.read(cell)).collect();
-                let values: Vec<_> = visible.iter().map(|&cell| values.read(cell)).collect();
-                let attended = attend(&query, &keys, &values);
-                add(x, &layer.attention_out.times(&attended));
+            let (section, _) = self.home_of_layer(il);
+            let mixed = match slot.recurrent(section) {
+                Some(states) => {
+                    let cells = slot.cells(section).unwrap();
+                    let states =
+                        StatesOfUbatch { slot: states, cells, planes: States::of(&self.cache, section, il) };
+                    states.decode(layer, &hidden)
+                }
+                None => self.attention(
+                    il,
+                    layer,
+                    (&ubatch, slot.cells(section).unwrap()),
+                    &visible[section],
+                    &hidden,
+                ),
+            };
+            for (x, mixed) in hidden.iter_mut().zip(mixed) {
+                add(x, &layer.attention_out.times(&mixed));
                 let normed = rms_norm(x);
                 add(x, &layer.feed_forward(&normed));
             }
         }
         hidden.iter().map(|x| Logits(self.model.logits(x))).collect()
+    }
+
+    /// Writes K and V of tokens to their cells; returns what each token gathers from the cells that it sees.
+    fn attention(
+        &self,
+        il: usize,
+        layer: &Layer,
+        (ubatch, cells): (&[UbatchToken<'_>], &[u32]),
+        visible: &[Vec<u32>],
+        hidden: &[Vec<f32>],
+    ) -> Vec<Vec<f32>> {
+        let (section, index) = self.home_of_layer(il);
+        let planes: Vec<_> = ubatch
+            .iter()
+            .map(|token| self.keys_and_values(section, self.stream_of(token.seq_ids[0]), index))
+            .collect();
+        for (((x, token), &cell), (keys, values)) in hidden.iter().zip(ubatch).zip(cells).zip(&planes) {
+            let x = rms_norm(x);
+            let mut key = layer.key.times(&x);
+            rotate(&mut key, token.pos);
+            keys.write(cell, &key);
+            values.write(cell, &layer.value.times(&x));
+        }
+        let tokens = hidden.iter().zip(ubatch).zip(visible).zip(&planes);
+        tokens
+            .map(|(((x, token), visible), (keys, values))| {
+                let mut query = layer.query.times(&rms_norm(x));
+                rotate(&mut query, token.pos);
+                let keys: Vec<_> = visible.iter().map(|&cell| keys.read(cell)).collect();
+                let values: Vec<_> = visible.iter().map(|&cell| values.read(cell)).collect();
+                attend(&query, &keys, &values)
+            })
+            .collect()
     }
 
     /// The cells that a token attends to, in position order, not in the order in which they lie.
@@ -246,7 +318,7 @@ impl Engine {
         if self.rope {
             return self.cache.apply_pending_shifts().unwrap();
         }
-        for section in 0..self.cache.n_section() {
+        for section in self.kv_sections() {
             for stream in 0..self.cache.n_stream() as usize {
                 let pending: Vec<_> = self.cache.pending_shifts(section, stream).unwrap().collect();
                 for il in (0..N_LAYER).filter(|&il| self.home_of_layer(il).0 == section) {
@@ -260,11 +332,17 @@ impl Engine {
         self.cache.shift_done();
     }
 
-    /// Section of a layer of the model, and its index there.
+    /// The sections with K and V, which come first.
+    fn kv_sections(&self) -> impl Iterator<Item = usize> + use<'_> {
+        (0..self.cache.n_section())
+            .filter(|&section| self.cache.section_kind(section).unwrap() == SectionKind::Kv)
+    }
+
+    /// Section of a layer of the model, and its index there if that has K and V.
     fn home_of_layer(&self, il: usize) -> (usize, usize) {
         match self.cache.n_section() {
             1 => (0, il),
-            _ => (1 - il % 2, il / 2),
+            _ => (usize::from(is_other(il)), il / 2),
         }
     }
 

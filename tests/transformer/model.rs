@@ -5,13 +5,13 @@ use kvstate::types::{Pos, Token};
 /// Different tokens.
 pub const N_VOCAB: usize = 64;
 /// Width of the residual stream.
-const N_EMBD: usize = 32;
+pub const N_EMBD: usize = 32;
 /// Width of a head, of query, key and value.
 pub const N_HEAD_DIM: usize = 8;
 /// Query heads.
 const N_HEAD: usize = N_EMBD / N_HEAD_DIM;
 /// Key and value heads: two query heads share one.
-const N_HEAD_KV: usize = N_HEAD / 2;
+pub const N_HEAD_KV: usize = N_HEAD / 2;
 /// Width of a key, and of a value, of all heads.
 pub const N_EMBD_KV: usize = N_HEAD_KV * N_HEAD_DIM;
 /// Width of the feed-forward layer.
@@ -169,6 +169,19 @@ pub fn attend(query: &[f32], keys: &[Vec<f32>], values: &[Vec<f32>]) -> Vec<f32>
             for (out, value) in out.iter_mut().zip(&value[kv.clone()]) {
                 *out += weight / total * value;
             }
+        }
+    }
+    out
+}
+
+/// What a token reads of a recurrent state: for each head, the values whose keys fit the query.
+pub fn read_state(query: &[f32], sums: &[f32]) -> Vec<f32> {
+    let mut out = vec![0.0; N_EMBD];
+    for (head, out) in out.chunks_mut(N_HEAD_DIM).enumerate() {
+        let query = &query[head * N_HEAD_DIM..][..N_HEAD_DIM];
+        let sums = &sums[head * N_HEAD_KV / N_HEAD * N_HEAD_DIM * N_HEAD_DIM..];
+        for (query, values) in query.iter().zip(sums.chunks(N_HEAD_DIM)) {
+            out.iter_mut().zip(values).for_each(|(out, value)| *out += query * value);
         }
     }
     out
