@@ -69,8 +69,50 @@
 // A position sees n_swa / 2 positions to either side.
 #define KVS_SWA_TYPE_SYMMETRIC 3
 
-// A section of the memory: an attention cache, described by kv.
+// RoPE turns neighbouring elements of a head: 2 * i and 2 * i + 1. The number is llama.h's.
+#define KVS_ROPE_TYPE_NORM 0
+
+// RoPE turns elements of two halves of a head: i and i + n_rope_dims / 2.
+#define KVS_ROPE_TYPE_NEOX 2
+
+// R of a layer.
+#define KVS_RECURRENT_R 0
+
+// P of a layer.
+#define KVS_RECURRENT_P 1
+
+// S of a layer.
+#define KVS_RECURRENT_S 2
+
+// Compressed sparse attention.
+#define KVS_DSV4_CSA 0
+
+// Heavily compressed attention.
+#define KVS_DSV4_HCA 1
+
+// The lightning indexer.
+#define KVS_DSV4_LID 2
+
+// Compressed K.
+#define KVS_DSV4_K 0
+
+// A state's sums of values.
+#define KVS_DSV4_STATE_KV 1
+
+// A state's sums of scores.
+#define KVS_DSV4_STATE_SCORE 2
+
+// An attention cache, described by kv.
 #define KVS_SECTION_KV 1
+
+// States of recurrent or linear-attention layers, described by recurrent.
+#define KVS_SECTION_RECURRENT 2
+
+// Layers of a draft that read the cells of the target's cache: the draft's states have nothing of them.
+#define KVS_SECTION_SHARED 3
+
+// The compressed half of a DSV4 memory, behind its raw pair of attention caches, described by dsv4.
+#define KVS_SECTION_DSV4 4
 
 // Nothing is said: files older than version 4 that may be rotated are refused.
 #define KVS_LEGACY_ROTATION_UNSTATED 0
@@ -80,12 +122,6 @@
 
 // Files older than version 4 were made without rotation.
 #define KVS_LEGACY_ROTATION_PLAIN 2
-
-// RoPE turns neighbouring elements of a head: 2 * i and 2 * i + 1. The number is llama.h's.
-#define KVS_ROPE_TYPE_NORM 0
-
-// RoPE turns elements of two halves of a head: i and i + n_rope_dims / 2.
-#define KVS_ROPE_TYPE_NEOX 2
 
 // Bytes of the text of a reason, its NUL included.
 #define KVS_REASON_SIZE 160
@@ -273,22 +309,178 @@ typedef struct kvs_kv_params {
     uint32_t n_embd_head_k;
     // Elements of one head of V, 0: unknown.
     uint32_t n_embd_head_v;
-} kvs_kv_params;
-
-// A section of the memory. Fill with kvs_section_params_init first.
-typedef struct kvs_section_params {
-    // sizeof(kvs_section_params), set by the init call.
-    size_t struct_size;
-    // KVS_SECTION_KV.
-    uint32_t kind;
+    // The index of the section whose cells this one takes: an indexer has those of its attention cache, which comes before it
+    // and has the same kv_size, window and ext. -1 (by default): it has cells of its own.
+    int32_t mirrors;
     // 0.
     uint32_t reserved;
-    // The attention cache.
-    const struct kvs_kv_params *kv;
-} kvs_section_params;
+} kvs_kv_params;
+
+// One layer of a recurrent section; one without a state is listed, too. Fill with kvs_recurrent_layer_params_init first.
+typedef struct kvs_recurrent_layer_params {
+    // sizeof(kvs_recurrent_layer_params), set by the init call.
+    size_t struct_size;
+    // 1: the layer has R, the state of the convolution. By default 0.
+    uint32_t has_r;
+    // 1: the layer has S, the state of the recurrence. By default 0; an S of 0 elements is not the same as none.
+    uint32_t has_s;
+    // ggml type of R and P; by default f32.
+    int32_t type_r;
+    // ggml type of S; by default f32.
+    int32_t type_s;
+    // Elements of a row of R.
+    uint32_t n_embd_r;
+    // Elements of a row of S.
+    uint32_t n_embd_s;
+    // Elements of a row of P, a second row beside R in models with n-gram embeddings; 0: the layer has no P.
+    uint32_t n_embd_p;
+    // KVS_DEVICE_HOST (by default), or the number of a CUDA device, as in kvs_kv_layer_params.
+    int32_t device;
+    // Memory of the caller for R (adopted): n_seq_max * (1 + n_rs_seq) rows, one behind the other; NULL: kvstate allocates
+    // (managed), or R has no elements. Either all tensors of a section are adopted or none. It must outlive the context.
+    void *r;
+    // Memory of the caller for S.
+    void *s;
+    // Memory of the caller for P.
+    void *p;
+} kvs_recurrent_layer_params;
+
+// Recurrent states: one for each sequence, whatever its length. Fill with kvs_recurrent_params_init first.
+typedef struct kvs_recurrent_params {
+    // sizeof(kvs_recurrent_params), set by the init call.
+    size_t struct_size;
+    // Number of layers of the model.
+    uint32_t n_layer;
+    // Rollback planes: positions by which the end of a sequence can be cut off after a ubatch. By default 0.
+    uint32_t n_rs_seq;
+    // The layers, in the order of the model.
+    const struct kvs_recurrent_layer_params *layers;
+} kvs_recurrent_params;
+
+// Where a ubatch reads and writes states in a recurrent section. A row counts through all planes of a tensor: row
+// k * n_seq_max + c is the state of cell c, k tokens before its newest one.
+//
+// Every row that is read (kvs_slot_sources, kvs_slot_moves) is read before any is written.
+typedef struct kvs_recurrent_slot {
+    // The cell of the first sequence set of the ubatch, those of the others follow it. The ubatch writes the newest state of
+    // each into its cell, and those of the tokens before it k * n_seq_max rows behind that, as far as there are planes.
+    uint32_t head;
+    // Sequence sets: tokens whose sequences are the same, in the order in which the ubatch names them first.
+    uint32_t n_set;
+    // Rows that have to move.
+    uint32_t n_move;
+} kvs_recurrent_slot;
+
+// A row that has to move, in every tensor: its cell is taken by the ubatch.
+typedef struct kvs_row_move {
+    // Where it goes.
+    uint32_t to;
+    // Where it is.
+    uint32_t from;
+} kvs_row_move;
+
+// Sequence id, below n_seq_max.
+typedef int32_t kvs_seq_id;
 
 // Position of a token in its sequence.
 typedef int32_t kvs_pos;
+
+// The state of a sequence in a recurrent section.
+typedef struct kvs_recurrent_state {
+    // The last position that it has seen; -1: there is none, and the fields below are 0.
+    kvs_pos pos;
+    // Its row in every tensor.
+    uint32_t row;
+    // By how many tokens the sequence was cut back since its last ubatch; the next one ends it.
+    uint32_t rollback;
+    // How many rollback planes behind it hold states of the tokens before.
+    uint32_t n_older;
+} kvs_recurrent_state;
+
+// K or V of one layer in one stream. Rows: cell c is the row at data + c * cell_stride. Transposed V: channel
+// j of cell c is at data + j * channel_stride + c * cell_stride.
+typedef struct kvs_plane {
+    // In a view: the caller's handle of the tensor (ggml_tensor *), which its callbacks get back. NULL in a plane
+    // that kvstate gives out.
+    void *tensor;
+    // Address of cell 0; NULL if the layer has no V. In a view also if the bytes are reached through the callbacks
+    // of kvs_tensor_access alone, whose offsets count from cell 0.
+    void *data;
+    // KVS_DEVICE_HOST, or the number of a CUDA device, whose memory data is in. In a view any number of a device says
+    // that, and the driver says which it is.
+    int32_t device;
+    // ggml type.
+    int32_t ggml_type;
+    // Elements of one cell, as in a state: a tensor padded beyond them has larger strides. 0: the layer has no
+    // such tensor.
+    uint32_t n_embd;
+    // 0.
+    uint32_t reserved;
+    // Bytes from one cell to the next.
+    uint64_t cell_stride;
+    // Bytes from one channel to the next; 0 for rows.
+    uint64_t channel_stride;
+} kvs_plane;
+
+// A compressor of DSV4 attention: K with a row for every ratio positions, and the state in which the next row grows. Fill with
+// kvs_dsv4_compressor_params_init first.
+typedef struct kvs_dsv4_compressor_params {
+    // sizeof(kvs_dsv4_compressor_params), set by the init call.
+    size_t struct_size;
+    // Positions of a row.
+    uint32_t ratio;
+    // Rows of K in each stream.
+    uint32_t kv_size;
+    // Numbers of the model's layers that have it, ascending.
+    const uint32_t *layers;
+    // How many they are.
+    uint32_t n_layer;
+    // ggml type of K; by default f16.
+    int32_t type_k;
+    // Elements of a row of K.
+    uint32_t n_embd_k;
+    // Rows of a state.
+    uint32_t state_size;
+    // Elements of a row of a state, which is f32.
+    uint32_t n_embd_state;
+    // 0.
+    uint32_t reserved;
+} kvs_dsv4_compressor_params;
+
+// The compressed half of a DSV4 memory. Everything is one stream per sequence (unified 0), in memory of kvstate. Fill with
+// kvs_dsv4_params_init first.
+typedef struct kvs_dsv4_params {
+    // sizeof(kvs_dsv4_params), set by the init call.
+    size_t struct_size;
+    // Compressed sparse attention.
+    const struct kvs_dsv4_compressor_params *csa;
+    // Heavily compressed attention.
+    const struct kvs_dsv4_compressor_params *hca;
+    // The lightning indexer.
+    const struct kvs_dsv4_compressor_params *lid;
+    // The device of each layer of the model, KVS_DEVICE_HOST or the number of a CUDA device; NULL (by default): host memory.
+    const int32_t *devices;
+    // How many they are.
+    uint32_t n_device;
+    // Rollback planes: positions by which the end of a sequence can be cut off after a ubatch. By default 0.
+    uint32_t n_rs_seq;
+} kvs_dsv4_params;
+
+// A section of the memory. Fill with kvs_section_params_init first, or use the inline kvs_kv_section and its like.
+typedef struct kvs_section_params {
+    // sizeof(kvs_section_params), set by the init call.
+    size_t struct_size;
+    // KVS_SECTION_*, by default KVS_SECTION_KV.
+    uint32_t kind;
+    // 0.
+    uint32_t reserved;
+    // The attention cache; NULL in sections of another kind, as are the descriptions below.
+    const struct kvs_kv_params *kv;
+    // The recurrent states.
+    const struct kvs_recurrent_params *recurrent;
+    // The compressed half of a DSV4 memory.
+    const struct kvs_dsv4_params *dsv4;
+} kvs_section_params;
 
 // Rotates the K rows of n cells of a stream of a section, in every layer: each cell of the array cells by the
 // number of positions at the same index of shifts, forward (negative: back; never 0). Returns 0 if it did.
@@ -308,8 +500,9 @@ typedef struct kvs_context_params {
     uint32_t n_seq_max;
     // 1 (by default): all sequences share one stream of kv_size cells; 0: each has a stream of kv_size cells.
     uint32_t unified;
-    // The sections in write order: one attention cache, or full attention and then SWA (iSWA). The order is that
-    // of the states that are to be read.
+    // The sections in write order, which is that of the states that are to be read: full attention before SWA (iSWA), an
+    // indexer behind its attention cache, recurrent states behind attention (in hybrids with an indexer before that), and the
+    // compressed half of DSV4 last.
     const struct kvs_section_params *sections;
     // Number of sections.
     uint32_t n_section;
@@ -343,9 +536,6 @@ typedef struct kvs_context_params {
 
 // The memory of a context; lives as long as the context does.
 typedef struct kvs_memory *kvs_memory_t;
-
-// Sequence id, below n_seq_max.
-typedef int32_t kvs_seq_id;
 
 // Why a sequence cannot be rewound to a position.
 typedef struct kvs_rewind_obstacle {
@@ -391,31 +581,6 @@ typedef struct kvs_ubatch {
     // M-RoPE rows, kept by sections with cell_ext; NULL: 0.
     const kvs_pos *y;
 } kvs_ubatch;
-
-// K or V of one layer in one stream. Rows: cell c is the row at data + c * cell_stride. Transposed V: channel
-// j of cell c is at data + j * channel_stride + c * cell_stride.
-typedef struct kvs_plane {
-    // In a view: the caller's handle of the tensor (ggml_tensor *), which its callbacks get back. NULL in a plane
-    // that kvstate gives out.
-    void *tensor;
-    // Address of cell 0; NULL if the layer has no V. In a view also if the bytes are reached through the callbacks
-    // of kvs_tensor_access alone, whose offsets count from cell 0.
-    void *data;
-    // KVS_DEVICE_HOST, or the number of a CUDA device, whose memory data is in. In a view any number of a device says
-    // that, and the driver says which it is.
-    int32_t device;
-    // ggml type.
-    int32_t ggml_type;
-    // Elements of one cell, as in a state: a tensor padded beyond them has larger strides. 0: the layer has no
-    // such tensor.
-    uint32_t n_embd;
-    // 0.
-    uint32_t reserved;
-    // Bytes from one cell to the next.
-    uint64_t cell_stride;
-    // Bytes from one channel to the next; 0 for rows.
-    uint64_t channel_stride;
-} kvs_plane;
 
 // What is known of a cell.
 typedef struct kvs_cell {
@@ -900,8 +1065,84 @@ kvs_status kvs_kv_layer_params_init(struct kvs_kv_layer_params *params, size_t s
 // Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_kv_params_init(struct kvs_kv_params *params, size_t struct_size);
 
+// Cells of an SWA section as llama.cpp sizes it: the windows of the sequences of one stream and a ubatch, at
+// most kv_size, padded to 256.
+uint32_t kvs_swa_kv_size(uint32_t kv_size,
+                         uint32_t n_swa,
+                         uint32_t n_seq_max,
+                         uint32_t n_ubatch,
+                         bool unified);
+
+// Bytes of n elements of a ggml type; 0: no such type, or no whole number of its blocks.
+uint64_t kvs_row_size(int32_t ggml_type, uint32_t n);
+
+// Name of a ggml type, as ggml has it ("f16", "q8_0"); NULL: no such type.
+const char *kvs_type_name(int32_t ggml_type);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_recurrent_layer_params_init(struct kvs_recurrent_layer_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_recurrent_params_init(struct kvs_recurrent_params *params, size_t struct_size);
+
+// The recurrent part of a slot. Const.
+kvs_status kvs_slot_recurrent(const struct kvs_slot *slot,
+                              uint32_t section,
+                              struct kvs_recurrent_slot *recurrent_out);
+
+// The row that the state of each sequence set is in before the ubatch; -1: it begins with zeros. n is n_set. Const.
+kvs_status kvs_slot_sources(const struct kvs_slot *slot,
+                            uint32_t section,
+                            int64_t *rows,
+                            size_t n);
+
+// The rows that have to move before the ubatch writes. n is n_move. Const.
+kvs_status kvs_slot_moves(const struct kvs_slot *slot,
+                          uint32_t section,
+                          struct kvs_row_move *moves,
+                          size_t n);
+
+// Where the state of a sequence is in a recurrent section. Const.
+kvs_status kvs_recurrent_state_get(const struct kvs_context *ctx,
+                                   uint32_t section,
+                                   kvs_seq_id seq_id,
+                                   struct kvs_recurrent_state *state_out);
+
+// Where R, P or S (which: KVS_RECURRENT_*) of a layer of a recurrent section lies: row r is cell r of the plane. data is NULL
+// and n_embd 0 if the layer has no such tensor, or one without elements. The addresses stay as long as the context does. Const.
+kvs_status kvs_recurrent_plane(const struct kvs_context *ctx,
+                               uint32_t section,
+                               uint32_t layer,
+                               uint32_t which,
+                               struct kvs_plane *plane_out);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_dsv4_compressor_params_init(struct kvs_dsv4_compressor_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_dsv4_params_init(struct kvs_dsv4_params *params, size_t struct_size);
+
+// Where a tensor (which: KVS_DSV4_K or _STATE_*) of a compressor (KVS_DSV4_CSA, _HCA, _LID) lies in a layer, by its number in
+// the model: its plane of a stream, and of states of a rollback plane (0: the newest). Row r is cell r. The addresses stay as
+// long as the context does. Const.
+kvs_status kvs_dsv4_plane(const struct kvs_context *ctx,
+                          uint32_t compressor,
+                          uint32_t which,
+                          uint32_t layer,
+                          uint32_t stream,
+                          uint32_t rollback,
+                          struct kvs_plane *plane_out);
+
+// The rollback plane that the states of a sequence are in until its next ubatch: ask before the slot is committed. Const.
+kvs_status kvs_dsv4_rollback(const struct kvs_context *ctx,
+                             kvs_seq_id seq_id,
+                             uint32_t *rollback_out);
+
 // Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_section_params_init(struct kvs_section_params *params, size_t struct_size);
+
+// The kind of a section, KVS_SECTION_*; 0: failed. Const.
+uint32_t kvs_section_kind(const struct kvs_context *ctx, uint32_t section);
 
 // Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_context_params_init(struct kvs_context_params *params, size_t struct_size);
@@ -919,20 +1160,6 @@ uint32_t kvs_n_stream(const struct kvs_context *ctx);
 // States what files older than version 4 leave open: KVS_LEGACY_ROTATION_*.
 kvs_status kvs_set_legacy_rotation(struct kvs_context *ctx, uint32_t rotation);
 
-// Cells of an SWA section as llama.cpp sizes it: the windows of the sequences of one stream and a ubatch, at
-// most kv_size, padded to 256.
-uint32_t kvs_swa_kv_size(uint32_t kv_size,
-                         uint32_t n_swa,
-                         uint32_t n_seq_max,
-                         uint32_t n_ubatch,
-                         bool unified);
-
-// Bytes of n elements of a ggml type; 0: no such type, or no whole number of its blocks.
-uint64_t kvs_row_size(int32_t ggml_type, uint32_t n);
-
-// Name of a ggml type, as ggml has it ("f16", "q8_0"); NULL: no such type.
-const char *kvs_type_name(int32_t ggml_type);
-
 // Version of the library: major * 10000 + minor * 100 + patch.
 uint32_t kvs_version(void);
 
@@ -945,8 +1172,18 @@ void kvs_memory_clear(kvs_memory_t mem,
                       bool data);
 
 // Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the
-// end. False if a section cannot remove just that range (attention always can), or seq_id is out of range.
+// end. False if a section cannot remove just that range (attention always can; a recurrent state goes
+// back by up to n_rs_seq positions, once after a ubatch), or seq_id is out of range.
 bool kvs_memory_seq_rm(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1);
+
+// Whether kvs_memory_seq_rm would remove just that range. False on failure, too. Const.
+bool kvs_memory_can_seq_rm(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1);
+
+// How many positions can be cut off the end of a sequence so that what is left has its recurrent and compressed states;
+// INT32_MAX: any number. kvs_memory_seq_rm answers as llama.cpp does, which is true for up to n_rs_seq positions, though fewer
+// may have been in the last ubatch, and none since a restore. -1: failed. Const.
+int32_t kvs_memory_max_cut(kvs_memory_t mem,
+                           kvs_seq_id seq_id);
 
 // Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well. Between streams the sequence is copied at
 // once, cells and data, and replaces seq_id_dst; the range must hold all of it. On failure nothing changes
@@ -1678,9 +1915,64 @@ static inline kvs_kv_params kvs_kv_default_params(void) {
 }
 
 // Defaults as a value, for initialisers.
+static inline kvs_recurrent_layer_params kvs_recurrent_layer_default_params(void) {
+    kvs_recurrent_layer_params params;
+    kvs_recurrent_layer_params_init(&params, sizeof params);
+    return params;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_recurrent_params kvs_recurrent_default_params(void) {
+    kvs_recurrent_params params;
+    kvs_recurrent_params_init(&params, sizeof params);
+    return params;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_dsv4_compressor_params kvs_dsv4_compressor_default_params(void) {
+    kvs_dsv4_compressor_params params;
+    kvs_dsv4_compressor_params_init(&params, sizeof params);
+    return params;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_dsv4_params kvs_dsv4_default_params(void) {
+    kvs_dsv4_params params;
+    kvs_dsv4_params_init(&params, sizeof params);
+    return params;
+}
+
+// Defaults as a value, for initialisers.
 static inline kvs_section_params kvs_section_default_params(void) {
     kvs_section_params params;
     kvs_section_params_init(&params, sizeof params);
+    return params;
+}
+
+// A section of each kind, for the array of a context: a hybrid is {kvs_kv_section(&kv), kvs_recurrent_section(&recurrent)}.
+static inline kvs_section_params kvs_kv_section(const kvs_kv_params *kv) {
+    kvs_section_params params = kvs_section_default_params();
+    params.kv = kv;
+    return params;
+}
+
+static inline kvs_section_params kvs_recurrent_section(const kvs_recurrent_params *recurrent) {
+    kvs_section_params params = kvs_section_default_params();
+    params.kind = KVS_SECTION_RECURRENT;
+    params.recurrent = recurrent;
+    return params;
+}
+
+static inline kvs_section_params kvs_shared_section(void) {
+    kvs_section_params params = kvs_section_default_params();
+    params.kind = KVS_SECTION_SHARED;
+    return params;
+}
+
+static inline kvs_section_params kvs_dsv4_section(const kvs_dsv4_params *dsv4) {
+    kvs_section_params params = kvs_section_default_params();
+    params.kind = KVS_SECTION_DSV4;
+    params.dsv4 = dsv4;
     return params;
 }
 

@@ -297,6 +297,7 @@ macro_rules! c_tests {
                 EXE.get_or_init(|| {
                     let mut compiler = cc::c();
                     compiler.arg(repo(concat!("tests/c/", stringify!($module), ".c")));
+                    compiler.arg(format!("-DFIXTURES=\"{}\"", repo("tests/fixtures").display()));
                     link(&mut compiler, Link::Dynamic);
                     build(compiler, Path::new(env!("CARGO_TARGET_TMPDIR")), stringify!($module))
                 })
@@ -481,6 +482,22 @@ c_tests! { slot_file on_the_host:
     what_makes_no_sense_is_refused,
     structs_of_another_size_are_refused,
     a_null_argument_fails_every_call,
+}
+
+c_tests! { sections on_the_host_and_on_devices:
+    a_hybrid_writes_again_what_llama_cpp_wrote,
+    a_dsv4_memory_writes_again_what_llama_cpp_wrote,
+    a_dsv4_memory_says_where_its_tensors_are,
+    a_dsv4_memory_that_makes_no_sense_is_refused,
+    a_slot_says_which_rows_a_ubatch_reads_and_writes,
+    the_end_is_cut_off_as_far_as_there_are_rollback_planes,
+    a_hybrid_resumes_at_a_checkpoint,
+    states_of_the_caller_are_read_and_written_where_they_are,
+    recurrent_states_that_make_no_sense_are_refused,
+    an_indexer_sits_on_the_cells_of_its_attention_cache,
+    a_shared_section_has_nothing_in_a_state,
+    a_section_is_described_by_what_its_kind_names,
+    arguments_that_make_no_sense_fail_every_call,
 }
 
 c_tests! { device on_devices:

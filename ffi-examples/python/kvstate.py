@@ -87,6 +87,8 @@ class _KvParams(C.Structure):
         ("n_rot_v", C.c_uint32),
         ("n_embd_head_k", C.c_uint32),
         ("n_embd_head_v", C.c_uint32),
+        ("mirrors", C.c_int32),
+        ("reserved", C.c_uint32),
     ]
 
 
@@ -96,6 +98,8 @@ class _SectionParams(C.Structure):
         ("kind", C.c_uint32),
         ("reserved", C.c_uint32),
         ("kv", C.POINTER(_KvParams)),
+        ("recurrent", C.c_void_p),
+        ("dsv4", C.c_void_p),
     ]
 
 

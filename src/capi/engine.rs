@@ -240,7 +240,7 @@ pub unsafe extern "C" fn kvs_kv_plane(
         })?;
         *out("k_out", k_out)? = k;
         if !v_out.is_null() {
-            let none = kvs_plane { data: ptr::null_mut(), n_embd: 0, cell_stride: 0, channel_stride: 0, ..k };
+            let none = kvs_plane { device: k.device, ggml_type: k.ggml_type, ..NO_PLANE };
             *out("v_out", v_out)? = v.unwrap_or(none);
         }
         Ok(())
@@ -327,6 +327,22 @@ pub unsafe extern "C" fn kvs_shift_done(ctx: *mut kvs_context) -> kvs_status {
 pub unsafe extern "C" fn kvs_shift_apply(ctx: *mut kvs_context) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe { with_context_mut(ctx, Context::apply_pending_shifts) })
+}
+
+/// A tensor that is not there.
+const NO_PLANE: kvs_plane = kvs_plane {
+    tensor: ptr::null_mut(),
+    data: ptr::null_mut(),
+    device: KVS_DEVICE_HOST,
+    ggml_type: 0,
+    n_embd: 0,
+    reserved: 0,
+    cell_stride: 0,
+    channel_stride: 0,
+};
+
+pub(super) fn plane_or_none(found: Option<(&Plane, TensorParams)>) -> kvs_plane {
+    found.map_or(NO_PLANE, |(found, params)| plane(found, params))
 }
 
 fn plane(plane: &Plane, params: TensorParams) -> kvs_plane {

@@ -25,7 +25,8 @@ pub unsafe extern "C" fn kvs_memory_clear(mem: kvs_memory_t, data: bool) {
 }
 
 /// Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the
-/// end. False if a section cannot remove just that range (attention always can), or seq_id is out of range.
+/// end. False if a section cannot remove just that range (attention always can; a recurrent state goes
+/// back by up to n_rs_seq positions, once after a ubatch), or seq_id is out of range.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_seq_rm(
     mem: kvs_memory_t,
@@ -35,6 +36,30 @@ pub unsafe extern "C" fn kvs_memory_seq_rm(
 ) -> bool {
     // SAFETY: a memory handle is its context's.
     value_or(false, || unsafe { with_context_mut(mem.cast(), |context| context.seq_rm(seq_id, p0, p1)) })
+}
+
+/// Whether kvs_memory_seq_rm would remove just that range. False on failure, too. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_memory_can_seq_rm(
+    mem: kvs_memory_t,
+    seq_id: kvs_seq_id,
+    p0: kvs_pos,
+    p1: kvs_pos,
+) -> bool {
+    // SAFETY: a memory handle is its context's.
+    value_or(false, || unsafe { with_context(mem.cast(), |context| context.can_seq_rm(seq_id, p0, p1)) })
+}
+
+/// How many positions can be cut off the end of a sequence so that what is left has its recurrent and compressed states;
+/// INT32_MAX: any number. kvs_memory_seq_rm answers as llama.cpp does, which is true for up to n_rs_seq positions, though fewer
+/// may have been in the last ubatch, and none since a restore. -1: failed. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_memory_max_cut(mem: kvs_memory_t, seq_id: kvs_seq_id) -> i32 {
+    // SAFETY: a memory handle is its context's.
+    value_or(-1, || unsafe {
+        let n = with_context(mem.cast(), |context| context.max_cut(seq_id))?;
+        Ok(n.and_then(|n| i32::try_from(n).ok()).unwrap_or(i32::MAX))
+    })
 }
 
 /// Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well. Between streams the sequence is copied at

@@ -87,6 +87,15 @@ pub(super) unsafe fn write<T: Params>(params: *mut T, value: T) -> Result<()> {
     Ok(())
 }
 
+/// A field that is 0 or 1.
+pub(super) fn flag(name: &str, value: u32) -> Result<bool> {
+    match value {
+        0 => Ok(false),
+        1 => Ok(true),
+        _ => Err(Error::arg(name, format!("{value}, it is 0 or 1"))),
+    }
+}
+
 /// Reads the caller's array of structs; the first one's size is the stride of all.
 pub(super) unsafe fn read_array<T: Params>(name: &str, first: *const T, n: usize) -> Result<Vec<T>> {
     if n == 0 {

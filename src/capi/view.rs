@@ -2,9 +2,9 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use super::context::{KVS_LEGACY_ROTATION_UNSTATED, flag, legacy_rotation};
+use super::context::{KVS_LEGACY_ROTATION_UNSTATED, legacy_rotation};
 use super::handle::string;
-use super::params::{self, Params};
+use super::params::{self, Params, flag};
 use super::state::flags_of;
 use super::status::{caught, kvs_status, status_of};
 use super::{KVS_DEVICE_HOST, kvs_cell, kvs_plane, kvs_seq_id};

@@ -4,7 +4,9 @@
 use super::{Context, UbatchToken};
 use crate::cells::CellMeta;
 use crate::error::{Error, Result};
-use crate::memory::{Dsv4Compressor, Dsv4Tensor, LayerParams, RecurrentState, RecurrentTensor};
+use crate::memory::{
+    Dsv4Compressor, Dsv4Tensor, LayerParams, RecurrentCache, RecurrentState, RecurrentTensor, TensorParams,
+};
 use crate::storage::Plane;
 use crate::types::{Pos, PosRange, Seq, SeqId};
 
@@ -142,12 +144,30 @@ impl Context {
         layer: usize,
         tensor: RecurrentTensor,
     ) -> Result<Option<&Plane>> {
+        Ok(self.checked_recurrent(section, layer)?.plane(layer, tensor))
+    }
+
+    /// A recurrent section that has the layer.
+    fn checked_recurrent(&self, section: usize, layer: usize) -> Result<&RecurrentCache> {
         let recurrent = self.memory.recurrent_cache(section)?;
         let n_layer = recurrent.geometry.n_layer;
-        if layer >= n_layer as usize {
-            return Err(Error::arg("layer", format!("{layer} is out of range [0, {n_layer})")));
+        if layer < n_layer as usize {
+            return Ok(recurrent);
         }
-        Ok(recurrent.plane(layer, tensor))
+        Err(Error::arg("layer", format!("{layer} is out of range [0, {n_layer})")))
+    }
+
+    /// Type and width of R, S or P of a layer of a recurrent section; `None` if the layer has none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an index that is out of range.
+    pub fn recurrent_tensor(
+        &self,
+        section: usize,
+        layer: usize,
+        tensor: RecurrentTensor,
+    ) -> Result<Option<TensorParams>> {
+        Ok(self.checked_recurrent(section, layer)?.geometry.tensor(layer, tensor))
     }
 
     /// Where the state of a sequence is in a recurrent section; `None` if it has none.
@@ -169,6 +189,19 @@ impl Context {
         rollback: u32,
     ) -> Option<&Plane> {
         self.memory.dsv4()?.plane((compressor, tensor), il, stream, rollback)
+    }
+
+    /// Type and width of a tensor of a layer (its number in the model) of the compressed half of a DSV4 memory.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] in a memory without DSV4, and for a layer that does not have the tensor.
+    pub fn dsv4_tensor(
+        &self,
+        (compressor, tensor): (Dsv4Compressor, Dsv4Tensor),
+        il: u32,
+    ) -> Result<TensorParams> {
+        let none = || Error::arg("ctx", "a context without a DSV4 section");
+        self.memory.dsv4().ok_or_else(none)?.geometry.tensor((compressor, tensor), il)
     }
 
     /// The rollback plane that the states of a sequence are in, until the next ubatch: an engine asks before it commits the slot.

@@ -98,7 +98,7 @@ static void a_null_argument_fails_every_call(void) {
     BAD_STATUS(kvs_context_new(&s.context, NULL), "ctx_out: NULL");
     BAD_STATUS(kvs_context_new(&s.context, &other), "sections: NULL");
     s.context.sections = &s.section;
-    BAD_STATUS(kvs_context_new(&s.context, &other), "kvs_kv_params: NULL");
+    BAD_STATUS(kvs_context_new(&s.context, &other), "sections[0].kv: NULL, in a section of kind 1");
     s.section.kv = &s.kv;
     BAD_STATUS(kvs_context_new(&s.context, &other), "layers: NULL");
     CHECK(other == NULL);

@@ -155,6 +155,16 @@ impl Dsv4Geometry {
         &self.compressors[which as usize]
     }
 
+    /// A tensor of a compressor in a layer of the model.
+    pub fn tensor(&self, (compressor, which): (Dsv4Compressor, Dsv4Tensor), il: u32) -> Result<TensorParams> {
+        let wanted = |t: &&LayerTensor| t.compressor == compressor && t.which == which && t.il == il;
+        let found = self.tensors.iter().find(wanted).map(|tensor| tensor.geometry.into());
+        found.ok_or_else(|| {
+            let layers = &self.compressor(compressor).layers;
+            Error::arg("layer", format!("{il} has no {}, the layers {layers:?} have", compressor.name()))
+        })
+    }
+
     /// The tensors of one kind of a compressor, with their places among all.
     pub fn tensors_of(
         &self,

@@ -129,6 +129,12 @@ impl RecurrentGeometry {
         Ok(Self { name: name.to_owned(), n_seq_max, n_rs_seq, n_layer, tensors, n_rows })
     }
 
+    /// A tensor of a layer; `None` if the layer has none.
+    pub fn tensor(&self, layer: usize, which: RecurrentTensor) -> Option<TensorParams> {
+        let tensor = self.tensors.iter().find(|tensor| tensor.layer == layer && tensor.which == which);
+        tensor.map(|tensor| tensor.geometry.into())
+    }
+
     pub fn place(&self) -> String {
         format!("section {}", self.name)
     }

@@ -1,0 +1,240 @@
+//! The compressed half of DSV4 memories: how it is described, and where an engine reads and writes it.
+
+use std::ptr;
+
+use super::engine::{kvs_plane, plane_or_none};
+use super::handle::{array, kvs_context, out, with_context};
+use super::kv_params::{KVS_TYPE_F16, device, ggml_type};
+use super::kvs_seq_id;
+use super::params::{self, Params};
+use super::status::{kvs_status, status_of};
+use crate::error::{Error, Result};
+use crate::memory::{
+    Dsv4Compressor, Dsv4CompressorParams, Dsv4Memory, Dsv4Params, Dsv4Tensor, SectionParams, TensorParams,
+};
+
+/// A compressor of DSV4 attention: K with a row for every ratio positions, and the state in which the next row grows. Fill with
+/// kvs_dsv4_compressor_params_init first.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvs_dsv4_compressor_params {
+    /// sizeof(kvs_dsv4_compressor_params), set by the init call.
+    pub struct_size: usize,
+    /// Positions of a row.
+    pub ratio: u32,
+    /// Rows of K in each stream.
+    pub kv_size: u32,
+    /// Numbers of the model's layers that have it, ascending.
+    pub layers: *const u32,
+    /// How many they are.
+    pub n_layer: u32,
+    /// ggml type of K; by default f16.
+    pub type_k: i32,
+    /// Elements of a row of K.
+    pub n_embd_k: u32,
+    /// Rows of a state.
+    pub state_size: u32,
+    /// Elements of a row of a state, which is f32.
+    pub n_embd_state: u32,
+    /// 0.
+    pub reserved: u32,
+}
+
+/// The compressed half of a DSV4 memory. Everything is one stream per sequence (unified 0), in memory of kvstate. Fill with
+/// kvs_dsv4_params_init first.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvs_dsv4_params {
+    /// sizeof(kvs_dsv4_params), set by the init call.
+    pub struct_size: usize,
+    /// Compressed sparse attention.
+    pub csa: *const kvs_dsv4_compressor_params,
+    /// Heavily compressed attention.
+    pub hca: *const kvs_dsv4_compressor_params,
+    /// The lightning indexer.
+    pub lid: *const kvs_dsv4_compressor_params,
+    /// The device of each layer of the model, KVS_DEVICE_HOST or the number of a CUDA device; NULL (by default): host memory.
+    pub devices: *const i32,
+    /// How many they are.
+    pub n_device: u32,
+    /// Rollback planes: positions by which the end of a sequence can be cut off after a ubatch. By default 0.
+    pub n_rs_seq: u32,
+}
+
+// SAFETY: repr(C), struct_size first, integers and raw pointers only.
+unsafe impl Params for kvs_dsv4_compressor_params {
+    const NAME: &'static str = "kvs_dsv4_compressor_params";
+    const MIN_SIZE: usize = size_of::<Self>();
+
+    fn defaults() -> Self {
+        Self {
+            struct_size: 0,
+            ratio: 0,
+            kv_size: 0,
+            layers: ptr::null(),
+            n_layer: 0,
+            type_k: KVS_TYPE_F16,
+            n_embd_k: 0,
+            state_size: 0,
+            n_embd_state: 0,
+            reserved: 0,
+        }
+    }
+}
+
+// SAFETY: repr(C), struct_size first, integers and raw pointers only.
+unsafe impl Params for kvs_dsv4_params {
+    const NAME: &'static str = "kvs_dsv4_params";
+    const MIN_SIZE: usize = size_of::<Self>();
+
+    fn defaults() -> Self {
+        Self {
+            struct_size: 0,
+            csa: ptr::null(),
+            hca: ptr::null(),
+            lid: ptr::null(),
+            devices: ptr::null(),
+            n_device: 0,
+            n_rs_seq: 0,
+        }
+    }
+}
+
+/// Fills the struct of struct_size bytes at params with defaults.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_dsv4_compressor_params_init(
+    params: *mut kvs_dsv4_compressor_params,
+    struct_size: usize,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe { params::init(params, struct_size) })
+}
+
+/// Fills the struct of struct_size bytes at params with defaults.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_dsv4_params_init(
+    params: *mut kvs_dsv4_params,
+    struct_size: usize,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe { params::init(params, struct_size) })
+}
+
+/// Compressed sparse attention.
+pub const KVS_DSV4_CSA: u32 = 0;
+/// Heavily compressed attention.
+pub const KVS_DSV4_HCA: u32 = 1;
+/// The lightning indexer.
+pub const KVS_DSV4_LID: u32 = 2;
+
+/// Compressed K.
+pub const KVS_DSV4_K: u32 = 0;
+/// A state's sums of values.
+pub const KVS_DSV4_STATE_KV: u32 = 1;
+/// A state's sums of scores.
+pub const KVS_DSV4_STATE_SCORE: u32 = 2;
+
+/// Where a tensor (which: KVS_DSV4_K or _STATE_*) of a compressor (KVS_DSV4_CSA, _HCA, _LID) lies in a layer, by its number in
+/// the model: its plane of a stream, and of states of a rollback plane (0: the newest). Row r is cell r. The addresses stay as
+/// long as the context does. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_dsv4_plane(
+    ctx: *const kvs_context,
+    compressor: u32,
+    which: u32,
+    layer: u32,
+    stream: u32,
+    rollback: u32,
+    plane_out: *mut kvs_plane,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let compressor = match compressor {
+            KVS_DSV4_CSA => Dsv4Compressor::Csa,
+            KVS_DSV4_HCA => Dsv4Compressor::Hca,
+            KVS_DSV4_LID => Dsv4Compressor::Lid,
+            _ => return Err(Error::arg("compressor", format!("{compressor} is none of KVS_DSV4_*"))),
+        };
+        let which = match which {
+            KVS_DSV4_K => Dsv4Tensor::K,
+            KVS_DSV4_STATE_KV => Dsv4Tensor::Kv,
+            KVS_DSV4_STATE_SCORE => Dsv4Tensor::Score,
+            _ => return Err(Error::arg("which", format!("{which} is none of KVS_DSV4_*"))),
+        };
+        let found = with_context(ctx, |context| {
+            let tensor = context.dsv4_tensor((compressor, which), layer)?;
+            context.check_stream(stream as usize)?;
+            let plane = context.dsv4_plane((compressor, which), layer, stream as usize, rollback);
+            let plane = plane.ok_or_else(|| {
+                Error::arg("rollback", format!("{rollback}, of {which:?} there is no such plane"))
+            })?;
+            Ok(plane_or_none(Some((plane, tensor))))
+        })?;
+        *out("plane_out", plane_out)? = found;
+        Ok(())
+    })
+}
+
+/// The rollback plane that the states of a sequence are in until its next ubatch: ask before the slot is committed. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_dsv4_rollback(
+    ctx: *const kvs_context,
+    seq_id: kvs_seq_id,
+    rollback_out: *mut u32,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let rollback = with_context(ctx, |context| context.dsv4_rollback(seq_id))?;
+        *out("rollback_out", rollback_out)? = rollback;
+        Ok(())
+    })
+}
+
+/// The compressed half that `section` describes.
+pub(super) unsafe fn dsv4_section(section: &str, params: &kvs_dsv4_params) -> Result<SectionParams> {
+    // SAFETY: the header demands valid structs and arrays.
+    unsafe {
+        let compressor = |field: &str, raw| compressor_params(&format!("{section}.dsv4.{field}"), raw);
+        let dsv4 = Dsv4Params {
+            csa: compressor("csa", params.csa)?,
+            hca: compressor("hca", params.hca)?,
+            lid: compressor("lid", params.lid)?,
+            n_rs_seq: params.n_rs_seq,
+        };
+        let name = format!("{section}.dsv4.devices");
+        if params.devices.is_null() && params.n_device == 0 {
+            return Ok(dsv4.into());
+        }
+        let devices = array(&name, params.devices, params.n_device as usize)?.iter().enumerate();
+        let devices = devices.map(|(il, &number)| device(&format!("{name}[{il}]"), number));
+        let memory = Dsv4Memory::Devices(devices.collect::<Result<_>>()?);
+        Ok(SectionParams::Dsv4 { dsv4, memory })
+    }
+}
+
+unsafe fn compressor_params(
+    name: &str,
+    raw: *const kvs_dsv4_compressor_params,
+) -> Result<Dsv4CompressorParams> {
+    if raw.is_null() {
+        return Err(Error::arg(name, "NULL"));
+    }
+    // SAFETY: passed on.
+    let raw = unsafe { params::read(raw) }?;
+    if raw.reserved != 0 {
+        return Err(Error::arg(format!("{name}.reserved"), format!("{}, it is 0", raw.reserved)));
+    }
+    // SAFETY: the header demands n_layer numbers.
+    let layers = unsafe { array(&format!("{name}.layers"), raw.layers, raw.n_layer as usize) }?;
+    Ok(Dsv4CompressorParams {
+        ratio: raw.ratio,
+        kv_size: raw.kv_size,
+        layers: layers.to_vec(),
+        k: TensorParams {
+            ggml_type: ggml_type(&format!("{name}.type_k"), raw.type_k)?,
+            n_embd: raw.n_embd_k,
+        },
+        state_size: raw.state_size,
+        n_embd_state: raw.n_embd_state,
+    })
+}
