@@ -1,88 +1,18 @@
 #include "alone.hpp"
 
-#include "blob.hpp"
+#include "describe.hpp"
 
 #include <ggml.h>
-#include <kvstate.h>
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 namespace {
-
-using Context = std::unique_ptr<kvs_context, decltype(&kvs_context_free)>;
-
-uint32_t elements(const TensorType &tensor) {
-    if (tensor.n_embd != 0) return tensor.n_embd;
-    const uint64_t block = kvs_row_size(tensor.type, 32);
-    return static_cast<uint32_t>(tensor.row_size / block * 32);
-}
-
-// A context like the one that wrote `sections`.
-Context context_for(const Case &the_case, const Model &model, const std::vector<Section> &sections,
-                    const kvs_rope_params *rope = nullptr) {
-    std::vector<std::vector<kvs_kv_layer_params>> layers;
-    std::vector<kvs_kv_params> kvs;
-    std::vector<kvs_section_params> params;
-    for (const Section &section : sections) {
-        layers.emplace_back();
-        for (size_t il = 0; il < section.k.size(); ++il) {
-            kvs_kv_layer_params layer = kvs_kv_layer_default_params();
-            layer.type_k = section.k[il].type;
-            layer.n_embd_k_gqa = elements(section.k[il]);
-            layer.rope = rope;
-            if (il < section.v.size()) {
-                layer.type_v = section.v[il].type;
-                layer.n_embd_v_gqa = elements(section.v[il]);
-            }
-            layers.back().push_back(layer);
-        }
-    }
-    for (size_t i = 0; i < sections.size(); ++i) {
-        kvs_kv_params kv = kvs_kv_default_params();
-        kv.kv_size = 512;
-        kv.n_layer = static_cast<uint32_t>(layers[i].size());
-        kv.layers = layers[i].data();
-        kv.v_trans = sections[i].v_trans;
-        kv.cell_ext = model.cell_ext;
-        kv.n_rot_k = sections[i].n_rot_k;
-        kv.n_rot_v = sections[i].n_rot_v;
-        if (has_window(model.memory) && i + 1 == sections.size()) {
-            kv.swa_type = model.swa_type;
-            kv.n_swa = model.n_swa;
-        }
-        kvs.push_back(kv);
-    }
-    for (const kvs_kv_params &kv : kvs) {
-        kvs_section_params section = kvs_section_default_params();
-        section.kv = &kv;
-        params.push_back(section);
-    }
-    kvs_context_params context = kvs_context_default_params();
-    context.n_seq_max = 4;
-    context.unified = !(the_case.options & streams);
-    context.sections = params.data();
-    context.n_section = static_cast<uint32_t>(params.size());
-    context.arch = model.arch;
-    kvs_context *raw = nullptr;
-    if (kvs_context_new(&context, &raw) != KVS_STATUS_OK) throw std::runtime_error(kvs_last_error());
-    return Context(raw, kvs_context_free);
-}
 
 Bytes get(const Context &context, kvs_state_seq_flags flags) {
     Bytes state(kvs_state_seq_get_size_ext(context.get(), 1, flags));
     state.resize(kvs_state_seq_get_data_ext(context.get(), state.data(), state.size(), 1, flags));
     return state;
-}
-
-std::vector<Section> read_sections(const Model &model, const Bytes &state) {
-    std::vector<Section> sections;
-    Cursor in(state, 8);
-    while (sections.size() < attention_sections(model.memory)) {
-        sections.push_back(read_section(in, model.cell_ext, model.has_v));
-    }
-    return sections;
 }
 
 // K of a cell: the rows of all layers, one after the other.
@@ -157,13 +87,13 @@ void alone_shifts(const Case &the_case, const Results &results, Report &report) 
     }
 
     const Bytes before = results.bytes("before");
-    const std::vector<Section> theirs = read_sections(model, results.bytes("after"));
-    const Context context = context_for(the_case, model, read_sections(model, before), &rope);
+    const std::vector<Section> theirs = read_geometry(model, results.bytes("after")).attention;
+    const Context context = context_for(the_case, read_geometry(model, before), &rope);
     report.equal("alone: the state before the shift is consumed",
                  kvs_state_seq_set_data(context.get(), before.data(), before.size(), 1), before.size());
-    const std::vector<Section> unmoved = read_sections(model, get(context, KVS_STATE_SEQ_FLAGS_NONE));
+    const std::vector<Section> unmoved = read_geometry(model, get(context, KVS_STATE_SEQ_FLAGS_NONE)).attention;
     kvs_memory_seq_add(kvs_get_memory(context.get()), 1, 0, -1, k_shift_by);
-    const std::vector<Section> mine = read_sections(model, get(context, KVS_STATE_SEQ_FLAGS_NONE));
+    const std::vector<Section> mine = read_geometry(model, get(context, KVS_STATE_SEQ_FLAGS_NONE)).attention;
 
     // The scale of a block is rounded as well, which the largest quants show.
     const double off = apart(mine, theirs, 1 / magnitude);
@@ -187,32 +117,30 @@ void alone_shifts(const Case &the_case, const Results &results, Report &report) 
 
 void alone_takes(const Case &the_case, const std::string &leg, const Results &results, Report &report) {
     const Model &model = *find_model(the_case.model);
-    const size_t n_section = attention_sections(model.memory);
-    if (n_section == 0) return;
     const std::string alone = "alone, from " + leg;
     const Bytes state = results.bytes("none");
 
-    // An empty state does not say what it is a state of: such a cache takes it all the same.
-    std::vector<Section> sections;
-    Cursor in(state, 8);
-    while (sections.size() < n_section) sections.push_back(read_section(in, model.cell_ext, model.has_v));
-    report.equal(alone + ": the sections end where the state does", in.at(), state.size());
-    for (Section &section : sections) {
-        if (!section.k.empty()) continue;
-        section.k = section.v = {{KVS_TYPE_F16, 512, 0}};
+    Geometry geometry = read_geometry(model, state);
+    report.equal(alone + ": the sections end where the state does", geometry.end, state.size());
+    // A cache without cells does not say what it is: any takes such a state.
+    for (Section &section : geometry.attention) {
+        if (section.cells.empty()) section.k = section.v = {{KVS_TYPE_F16, 512, 0}};
     }
-    const bool empty = sections[0].cells.empty();
+    const bool empty = results.number("n_tokens") == 0;
 
-    const Context context = context_for(the_case, model, sections);
+    const Context context = context_for(the_case, geometry);
+    const kvs_memory_t memory = kvs_get_memory(context.get());
     report.equal(alone + ": NONE is consumed",
                  kvs_state_seq_set_data(context.get(), state.data(), state.size(), 1), state.size());
     report.equal(alone + ": NONE is written again", get(context, KVS_STATE_SEQ_FLAGS_NONE), state);
+    report.equal(alone + ": pos_min", kvs_memory_seq_pos_min(memory, 1), results.number("in_place_pos_min"));
+    report.equal(alone + ": pos_max", kvs_memory_seq_pos_max(memory, 1), results.number("n_tokens") - 1);
     const Bytes partial = results.bytes("partial");
-    if (has_window(model.memory)) {
+    if (all_full_attention(model.memory)) {
+        report.equal(alone + ": PARTIAL is 8 bytes", get(context, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY).size(), 8);
+    } else {
         report.equal(alone + ": PARTIAL of what NONE restored", get(context, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY),
                      partial);
-    } else {
-        report.equal(alone + ": PARTIAL is 8 bytes", get(context, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY).size(), 8);
     }
     report.equal(alone + ": PARTIAL is consumed",
                  kvs_state_seq_set_data_ext(context.get(), partial.data(), partial.size(), 1,
@@ -237,4 +165,26 @@ void alone_takes(const Case &the_case, const std::string &leg, const Results &re
     Bytes whole_again(kvs_state_get_size(context.get()));
     whole_again.resize(kvs_state_get_data(context.get(), whole_again.data(), whole_again.size()));
     report.equal(alone + ": the whole context is written again", whole_again, whole);
+}
+
+void alone_removes(const Case &the_case, const std::string &leg, const Results &results, Report &report) {
+    const Model &model = *find_model(the_case.model);
+    const Bytes state = results.bytes("none");
+    const Context context = context_for(the_case, read_geometry(model, state));
+    const kvs_memory_t memory = kvs_get_memory(context.get());
+    size_t refused = 0;
+    for (const Range &range : ranges) {
+        const std::string name = range.name, what = "alone, from " + leg + ": removing " + name;
+        kvs_state_seq_set_data(context.get(), state.data(), state.size(), 1);
+        const bool can = kvs_memory_can_seq_rm(memory, 1, range.p0, range.p1);
+        refused += !can;
+        report.equal(what + " can be asked", can, results.number("removed_" + name));
+        report.equal(what + ", the answer", kvs_memory_seq_rm(memory, 1, range.p0, range.p1), can);
+        report.equal(what + ", pos_min", kvs_memory_seq_pos_min(memory, 1), results.number("pos_min_" + name));
+        report.equal(what + ", pos_max", kvs_memory_seq_pos_max(memory, 1), results.number("pos_max_" + name));
+    }
+    // Attention gives up any cell; a recurrent or compressed state is of all its positions.
+    const bool is_cut = sections_of(model.memory).find_first_of("rc") == std::string::npos;
+    report.holds("alone, from " + leg + ": ranges that cannot be removed", (refused == 0) == is_cut,
+                 std::to_string(refused), is_cut ? "0" : "some");
 }

@@ -1,4 +1,4 @@
-// Reads the attention sections of a state: their geometry, their cells, and the bytes of each cell.
+// Reads the sections of a state: their geometry, the cells of attention, and the bytes of each cell.
 
 #pragma once
 
@@ -99,4 +99,76 @@ inline Section read_section(Cursor &in, bool cell_ext, bool has_v) {
         }
     }
     return section;
+}
+
+// A layer of a recurrent section. Elements; -1: it has no such tensor. All are f32.
+struct RecurrentLayer {
+    int64_t r = -1, s = -1, p = -1;
+};
+
+// `layers` has a letter for each, as in Model.
+inline std::vector<RecurrentLayer> read_recurrent(Cursor &in, const std::string &layers) {
+    const auto n_cell = in.take<uint32_t>();
+    for (uint32_t i = 0; i < n_cell; ++i) {
+        in.take<int32_t>();
+        in.skip(4 * uint64_t{in.take<uint32_t>()});
+    }
+    in.take<uint32_t>();
+    const auto n_layer = in.take<uint32_t>();
+    if (n_layer != layers.size()) throw std::runtime_error("a recurrent section of " + std::to_string(n_layer) + " layers");
+    const auto rows = [&](bool has_type) {
+        if (has_type) in.take<int32_t>();
+        const auto row_size = in.take<uint64_t>();
+        in.skip(row_size * n_cell);
+        return static_cast<int64_t>(row_size / sizeof(float));
+    };
+    std::vector<RecurrentLayer> found(n_layer);
+    for (uint32_t il = 0; il < n_layer; ++il) {
+        if (layers[il] != '-') found[il].r = rows(true);
+        if (layers[il] == 'p') found[il].p = rows(false);
+    }
+    for (uint32_t il = 0; il < n_layer; ++il) {
+        if (layers[il] != '-') found[il].s = rows(true);
+    }
+    return found;
+}
+
+// A compressor of DSV4.
+struct Compressor {
+    std::vector<uint32_t> layers;
+    int32_t type_k = 0;
+    uint32_t n_embd_k = 0, ratio = 0, state_size = 0, n_embd_state = 0;
+};
+
+// The compressed half of a whole DSV4 state, of one stream.
+inline std::vector<Compressor> read_compressors(Cursor &in) {
+    std::vector<Compressor> found(3);
+    const auto tensor = [&](Compressor &of, bool is_k) {
+        const auto type = in.take<int32_t>();
+        const auto n_embd = in.take<uint64_t>(), n_row = in.take<uint64_t>(), row_size = in.take<uint64_t>();
+        in.skip(n_row * row_size);
+        if (is_k) of.type_k = type, of.n_embd_k = static_cast<uint32_t>(n_embd);
+    };
+    for (Compressor &of : found) {
+        in.skip(3 * sizeof(uint32_t));  // version, rows, streams
+        of.layers.resize(in.take<uint32_t>());
+        for (uint32_t &il : of.layers) {
+            il = in.take<uint32_t>();
+            tensor(of, true);
+        }
+    }
+    for (Compressor &of : found) {
+        in.take<uint32_t>();
+        of.ratio = in.take<uint32_t>();
+        of.state_size = in.take<uint32_t>();
+        of.n_embd_state = in.take<uint32_t>();
+        in.take<uint32_t>();
+        const auto n_layer = in.take<uint32_t>();
+        for (uint32_t i = 0; i < n_layer; ++i) {
+            in.take<uint32_t>();
+            tensor(of, false);
+            tensor(of, false);
+        }
+    }
+    return found;
 }

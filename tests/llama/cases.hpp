@@ -15,8 +15,10 @@ struct Model {
     uint32_t n_swa;
     uint32_t swa_type;  // KVS_SWA_TYPE_*
     bool cell_ext;
-    bool has_v;  // MLA has none
+    bool has_v;  // MLA and DSV4 have none
     const char *arch;
+    // A letter for each layer of the recurrent section: r if it has R and S, p if it has P too, - if it has no state.
+    const char *recurrent = "";
 };
 
 const Model models[] = {
@@ -27,15 +29,15 @@ const Model models[] = {
     {"cohere2-dense", Memory::iswa, 32, 1, false, true, "cohere2"},
     {"gpt-oss-moe", Memory::iswa, 32, 1, false, true, "gpt-oss"},
     {"llama4-moe", Memory::iswa, 8192, 2, false, true, "llama4"},  // chunks
-    {"mamba-dense", Memory::recurrent, 0, 0, false, true, "mamba"},
-    {"falcon-h1-dense", Memory::hybrid, 0, 0, false, true, "falcon-h1"},
-    {"qwen3next-moe", Memory::hybrid, 0, 0, false, true, "qwen3next"},
-    {"lfm2-dense", Memory::hybrid_iswa, 32, 1, false, true, "lfm2"},
-    {"qwen4exp-moe", Memory::hybrid_idx, 0, 0, true, true, "qwen4exp"},
+    {"mamba-dense", Memory::recurrent, 0, 0, false, true, "mamba", "rr"},
+    {"falcon-h1-dense", Memory::hybrid, 0, 0, false, true, "falcon-h1", "rr"},
+    {"qwen3next-moe", Memory::hybrid, 0, 0, false, true, "qwen3next", "r-"},
+    {"lfm2-dense", Memory::hybrid_iswa, 32, 1, false, true, "lfm2", "-r"},
+    {"qwen4exp-moe", Memory::hybrid_idx, 0, 0, true, true, "qwen4exp", "p-"},
     {"minimax-m3-moe", Memory::msa, 0, 0, false, true, "minimax-m3"},
     {"deepseek32-moe", Memory::dsa, 0, 0, false, false, "deepseek32"},
     {"dots3note-moe", Memory::dsa_iswa, 32, 1, false, false, "dots3note"},
-    {"deepseek4-moe", Memory::dsv4, 32, 1, false, true, "deepseek4"},
+    {"deepseek4-moe", Memory::dsv4, 32, 1, false, false, "deepseek4"},
 };
 
 enum Option : unsigned {
@@ -188,6 +190,19 @@ const std::vector<Case> cases = {
     {"crowded", "cohere2-dense", "f16/f16", flash, "contiguous"},
     {"crowded", "gpt-oss-moe", "f16/f16", 0, "long"},
 
+    // What seq_rm answers for one range or another, right after a restore.
+    {"removals", "llama-dense", "f16/f16", flash, "contiguous"},
+    {"removals", "gemma3-dense", "f16/f16", flash, "contiguous"},
+    {"removals", "mamba-dense", "f16/f16", small, "contiguous"},
+    {"removals", "falcon-h1-dense", "f16/f16", flash | small, "contiguous"},
+    {"removals", "qwen3next-moe", "f16/f16", flash | streams, "contiguous"},
+    {"removals", "lfm2-dense", "f16/f16", 0, "contiguous"},
+    {"removals", "qwen4exp-moe", "f16/f16", flash, "contiguous"},
+    {"removals", "minimax-m3-moe", "f16/f16", flash, "contiguous"},
+    {"removals", "deepseek32-moe", "f16/f16", flash, "contiguous"},
+    {"removals", "dots3note-moe", "f16/f16", flash, "contiguous"},
+    {"removals", "deepseek4-moe", "f16/f16", flash | small, "contiguous"},
+
     {"refusals", "llama-dense", "f16/f16", small, "contiguous"},
     {"refusals", "llama-dense", "f16/f16", flash | streams, "contiguous"},
     {"refusals", "qwen2vl-dense", "f16/f16", 0, "contiguous"},
@@ -225,25 +240,46 @@ const std::vector<Case> cases = {
     {"exceptions", "deepseek4-moe", "f16/f16", flash, "short"},
 };
 
+// The ranges of removals, of 100 positions from 0.
+struct Range {
+    const char *name;
+    int32_t p0, p1;
+};
+const Range ranges[] = {
+    {"all", -1, -1},        {"all_by_number", 0, 100}, {"nothing", 100, -1},    {"behind", 120, 130},
+    {"last", 99, -1},       {"last_three", 97, 100},   {"tail", 60, -1},        {"from_one", 1, -1},
+    {"first", -1, 1},       {"head", 0, 50},           {"head_long", -1, 98},   {"middle", 40, 60},
+    {"middle_one", 50, 51}, {"all_but_last", 0, 99},   {"beyond", 0, 1 << 20},  {"empty", 50, 50},
+};
+
 const Model *find_model(const std::string &name);
+
+// The sections of a memory in write order: an attention cache (a), one with a window (w), an indexer on the cells of the first
+// section (i), recurrent states (r), the compressed half of DSV4 (c).
+inline std::string sections_of(Memory memory) {
+    switch (memory) {
+        case Memory::attention: return "a";
+        case Memory::iswa: return "aw";
+        case Memory::recurrent: return "r";
+        case Memory::hybrid: return "ar";
+        case Memory::hybrid_iswa: return "awr";
+        case Memory::hybrid_idx: return "ari";
+        case Memory::msa:
+        case Memory::dsa: return "ai";
+        case Memory::dsa_iswa: return "aiw";
+        case Memory::dsv4: return "awc";
+    }
+    return "";
+}
 
 // How many attention caches the memory is made of; 0: not only of those.
 inline size_t attention_sections(Memory memory) {
-    switch (memory) {
-        case Memory::attention: return 1;
-        case Memory::iswa:
-        case Memory::msa:
-        case Memory::dsa: return 2;
-        case Memory::dsa_iswa: return 3;
-        default: return 0;
-    }
+    const std::string sections = sections_of(memory);
+    return sections.find_first_of("rc") == std::string::npos ? sections.size() : 0;
 }
 
 // Whether a section of the memory has a window: if all are attention caches, the last one.
-inline bool has_window(Memory memory) {
-    return memory == Memory::iswa || memory == Memory::hybrid_iswa || memory == Memory::dsa_iswa ||
-           memory == Memory::dsv4;
-}
+inline bool has_window(Memory memory) { return sections_of(memory).find('w') != std::string::npos; }
 
 // Whether all of the memory is full attention: seq_rm rolls it back, so that a partial state is empty.
 inline bool all_full_attention(Memory memory) {

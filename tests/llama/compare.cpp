@@ -321,6 +321,7 @@ void compare_stock(const Case &the_case, const Results &stock, Report &report) {
               stock.logits("never"));
     }
     if (steps == "k_shift") alone_shifts(the_case, stock, report);
+    if (steps == "removals") alone_removes(the_case, "stock", stock, report);
     if (steps == "pending_copy") {
         wrong(the_case, report, "stock: the fault, a pending copy is lost", stock.logits("restored"),
               stock.logits("never"));
@@ -361,6 +362,13 @@ void compare_legs(const Case &the_case, const Legs &legs, Report &report) {
         }
         if (steps == "pending_shift") {
             exact(report, "adapter: saved and gone on", mine.logits("saved"), mine.logits("never"));
+        }
+    }
+    if (steps == "removals") {
+        alone_removes(the_case, "adapter", mine, report);
+        for (const Range &range : ranges) {
+            const std::string name = std::string("removed_") + range.name;
+            report.equal("adapter: the answer to " + name, mine.number(name), stock.number(name));
         }
     }
     // Stock leaves masked cells out of the state.

@@ -233,6 +233,21 @@ void pending_copy(llama_model *model, const Case &the_case, Results &out) {
 }
 
 // Others fill the window's cache: what is restored has to do without some of its masked cells.
+void removals(llama_model *model, const Case &the_case, Results &out) {
+    Session session(model, the_case);
+    session.fill(the_case.layout);
+    const Bytes state = session.get(saved_seq);
+    out.put("none", state);
+    for (const Range &range : ranges) {
+        const std::string name = range.name;
+        llama_memory_clear(session.memory(), true);
+        session.set(state, saved_seq);
+        out.put("removed_" + name, llama_memory_seq_rm(session.memory(), saved_seq, range.p0, range.p1));
+        out.put("pos_min_" + name, session.pos_min(saved_seq));
+        out.put("pos_max_" + name, session.pos_max(saved_seq));
+    }
+}
+
 void crowded(llama_model *model, const Case &the_case, Results &out) {
     const auto crowd = [](Session &session) {
         session.decode(0, 0, 130);
@@ -470,6 +485,7 @@ void run_steps(llama_model *model, const Case &the_case, Results &out) {
         {"pending_shift", pending_shift},
         {"pending_copy", pending_copy},
         {"k_shift", k_shift},
+        {"removals", removals},
         {"crowded", crowded},
         {"refusals", refusals},
         {"on_device", on_device_steps},
