@@ -20,6 +20,7 @@ use std::fmt;
 
 use super::Cursor;
 use super::appendix::{BoundedRead, PartKind, head, read_head};
+use super::crc32c::{crc32c_append, crc32c_combine};
 use super::ggml::GgmlType;
 use crate::error::{Error, Result};
 
@@ -196,12 +197,10 @@ impl Integrity {
 
     /// The checksum at the end: of all parts, and of the appendix with this payload before it.
     fn checksum(&self, payload: &[u8]) -> u32 {
-        let combine = |crc, part: &Part| {
-            crc32c::crc32c_combine(crc, part.crc32c, usize::try_from(part.len).unwrap_or(usize::MAX))
-        };
+        let combine = |crc, part: &Part| crc32c_combine(crc, part.crc32c, part.len);
         let parts = self.parts.iter().fold(0, combine);
-        let frame = crc32c::crc32c_append(parts, &frame_head(payload.len()));
-        crc32c::crc32c_append(frame, payload)
+        let frame = crc32c_append(parts, &frame_head(payload.len()));
+        crc32c_append(frame, payload)
     }
 
     /// The bytes of the appendix. Their number does not depend on checksums.

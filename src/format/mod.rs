@@ -5,6 +5,7 @@
 
 mod appendix;
 mod checkpoints;
+mod crc32c;
 mod cursor;
 mod draft_state;
 mod ggml;
@@ -14,6 +15,7 @@ mod quants;
 
 pub use appendix::{BoundedRead, PartKind};
 pub use checkpoints::{Checkpoint, CheckpointSpan, Checkpoints};
+pub use crc32c::{crc32c_append, crc32c_combine};
 pub use cursor::Cursor;
 pub use draft_state::DraftState;
 pub use ggml::GgmlType;

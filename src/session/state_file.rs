@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::with_path;
 use crate::error::{Error, Result};
-use crate::format::{Cursor, FileHeader, FileKind, StateVersion, tokens_of};
+use crate::format::{Cursor, FileHeader, FileKind, StateVersion, crc32c_append, tokens_of};
 use crate::state::Source;
 use crate::storage::{ProgressCallback, read_error, read_exact_at};
 use crate::types::Token;
@@ -109,7 +109,7 @@ impl StateFile {
             let next = range.end.min(at + STEP);
             buffer.resize(usize::try_from(next - at).unwrap_or(0), 0);
             read_exact_at(&self.file, &mut buffer, at).map_err(read_error)?;
-            crc = crc32c::crc32c_append(crc, &buffer);
+            crc = crc32c_append(crc, &buffer);
             at = next;
         }
         Ok(crc)

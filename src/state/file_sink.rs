@@ -9,6 +9,7 @@ use bytemuck::{Pod, Zeroable};
 
 use super::sink::{RecordSink, Sink};
 use crate::error::{Error, Result};
+use crate::format::crc32c_append;
 use crate::storage::{self, ProgressCallback, Region, RegionDrain, Threads, Transfer};
 
 /// Bytes of a write, and what the offset of every write is a multiple of: enough to be worth a system call, few enough
@@ -86,7 +87,7 @@ pub struct Checksum {
 impl Checksum {
     fn add(&mut self, bytes: &[u8]) {
         self.len += bytes.len() as u64;
-        self.crc32c = crc32c::crc32c_append(self.crc32c, bytes);
+        self.crc32c = crc32c_append(self.crc32c, bytes);
     }
 }
 

@@ -3,7 +3,7 @@
 use super::geometry::geometry_of;
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{Identity, Integrity, SectionGeometry, Tag, TensorShape};
+use crate::format::{Identity, Integrity, SectionGeometry, Tag, TensorShape, crc32c_append};
 
 /// Compares the identity of a file with that of its reader; says what could not be compared.
 ///
@@ -102,5 +102,5 @@ fn digest(salt: &[u8]) -> String {
     if salt.is_empty() {
         return "none".to_owned();
     }
-    format!("{} bytes of crc32c {:08x}", salt.len(), crc32c::crc32c(salt))
+    format!("{} bytes of crc32c {:08x}", salt.len(), crc32c_append(0, salt))
 }
