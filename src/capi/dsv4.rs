@@ -1,9 +1,10 @@
 //! The compressed half of DSV4 memories: how it is described, and where an engine reads and writes it.
 
+use std::ffi::c_void;
 use std::ptr;
 
 use super::engine::{kvs_plane, plane_or_none};
-use super::handle::{array, kvs_context, out, with_context};
+use super::handle::{array, host_bytes, host_bytes_mut, kvs_context, out, with_context, with_context_mut};
 use super::kv_params::{KVS_TYPE_F16, device, ggml_type};
 use super::kvs_seq_id;
 use super::params::{self, Params};
@@ -149,30 +150,75 @@ pub unsafe extern "C" fn kvs_dsv4_plane(
 ) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
-        let compressor = match compressor {
-            KVS_DSV4_CSA => Dsv4Compressor::Csa,
-            KVS_DSV4_HCA => Dsv4Compressor::Hca,
-            KVS_DSV4_LID => Dsv4Compressor::Lid,
-            _ => return Err(Error::arg("compressor", format!("{compressor} is none of KVS_DSV4_*"))),
-        };
-        let which = match which {
-            KVS_DSV4_K => Dsv4Tensor::K,
-            KVS_DSV4_STATE_KV => Dsv4Tensor::Kv,
-            KVS_DSV4_STATE_SCORE => Dsv4Tensor::Score,
-            _ => return Err(Error::arg("which", format!("{which} is none of KVS_DSV4_*"))),
-        };
+        let what = dsv4_tensor(compressor, which)?;
         let found = with_context(ctx, |context| {
-            let tensor = context.dsv4_tensor((compressor, which), layer)?;
-            context.check_stream(stream as usize)?;
-            let plane = context.dsv4_plane((compressor, which), layer, stream as usize, rollback);
-            let plane = plane.ok_or_else(|| {
-                Error::arg("rollback", format!("{rollback}, of {which:?} there is no such plane"))
-            })?;
-            Ok(plane_or_none(Some((plane, tensor))))
+            let plane = context.checked_dsv4_plane(what, (layer, stream as usize, rollback))?;
+            Ok(plane_or_none(Some((plane, context.dsv4_tensor(what, layer)?))))
         })?;
         *out("plane_out", plane_out)? = found;
         Ok(())
     })
+}
+
+/// Copies size bytes of a plane, named as in kvs_dsv4_plane, to dst, from offset on: bytes from row 0. For programs without CUDA
+/// code, and for looking: it waits for each copy. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_dsv4_get(
+    ctx: *const kvs_context,
+    compressor: u32,
+    which: u32,
+    layer: u32,
+    stream: u32,
+    rollback: u32,
+    offset: u64,
+    dst: *mut c_void,
+    size: usize,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let dst = host_bytes_mut("dst", dst.cast(), size)?;
+        let what = dsv4_tensor(compressor, which)?;
+        with_context(ctx, |context| context.dsv4_get(what, (layer, stream as usize, rollback), offset, dst))
+    })
+}
+
+/// Copies size bytes from src into a plane, as kvs_dsv4_get the other way.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_dsv4_set(
+    ctx: *mut kvs_context,
+    compressor: u32,
+    which: u32,
+    layer: u32,
+    stream: u32,
+    rollback: u32,
+    offset: u64,
+    src: *const c_void,
+    size: usize,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let src = host_bytes("src", src.cast(), size)?;
+        let what = dsv4_tensor(compressor, which)?;
+        with_context_mut(ctx, |context| {
+            context.dsv4_set(what, (layer, stream as usize, rollback), offset, src)
+        })
+    })
+}
+
+fn dsv4_tensor(compressor: u32, which: u32) -> Result<(Dsv4Compressor, Dsv4Tensor)> {
+    let compressor = match compressor {
+        KVS_DSV4_CSA => Dsv4Compressor::Csa,
+        KVS_DSV4_HCA => Dsv4Compressor::Hca,
+        KVS_DSV4_LID => Dsv4Compressor::Lid,
+        _ => return Err(Error::arg("compressor", format!("{compressor} is none of KVS_DSV4_*"))),
+    };
+    let which = match which {
+        KVS_DSV4_K => Dsv4Tensor::K,
+        KVS_DSV4_STATE_KV => Dsv4Tensor::Kv,
+        KVS_DSV4_STATE_SCORE => Dsv4Tensor::Score,
+        _ => return Err(Error::arg("which", format!("{which} is none of KVS_DSV4_*"))),
+    };
+    Ok((compressor, which))
 }
 
 /// The rollback plane that the states of a sequence are in until its next ubatch: ask before the slot is committed. Const.

@@ -185,6 +185,54 @@ static void a_dsv4_memory_says_where_its_tensors_are(void) {
     kvs_context_free(ctx);
 }
 
+static void bytes_of_a_dsv4_memory_are_set_and_got(void) {
+    dsv4_setup s = default_dsv4();
+    s.dsv4.n_rs_seq = 1;
+    kvs_context *ctx = NULL;
+    CHECK(try_new_dsv4(&s, &ctx) == KVS_STATUS_OK);
+    decode(ctx, 0, 0, 8, NULL);
+    // CSA has rows of K of 128 bytes in layer 2, one for 4 positions.
+    uint8_t row[128], found[128], zero[128] = {0};
+    memset(row, 0x5a, sizeof row);
+    CHECK(kvs_dsv4_set(ctx, KVS_DSV4_CSA, KVS_DSV4_K, 2, 0, 0, 128, row, 128) == KVS_STATUS_OK);
+    CHECK(kvs_dsv4_get(ctx, KVS_DSV4_CSA, KVS_DSV4_K, 2, 0, 0, 128, found, 128) == KVS_STATUS_OK);
+    CHECK(memcmp(found, row, 128) == 0);
+    CHECK(kvs_dsv4_get(ctx, KVS_DSV4_CSA, KVS_DSV4_K, 2, 0, 0, 0, found, 128) == KVS_STATUS_OK && memcmp(found, zero, 128) == 0);
+    CHECK(kvs_dsv4_set(ctx, KVS_DSV4_HCA, KVS_DSV4_STATE_KV, 3, 0, 1, 0, row, 128) == KVS_STATUS_OK);
+    CHECK(kvs_dsv4_get(ctx, KVS_DSV4_HCA, KVS_DSV4_STATE_KV, 3, 0, 1, 0, found, 128) == KVS_STATUS_OK && found[127] == 0x5a);
+    CHECK(kvs_dsv4_get(ctx, KVS_DSV4_HCA, KVS_DSV4_STATE_KV, 3, 0, 0, 0, found, 128) == KVS_STATUS_OK && memcmp(found, zero, 128) == 0);
+
+    // The second block of 4 positions is in the state, and is zero again once its sequence is gone.
+    state blob = save(ctx, 0);
+    CHECK(kvs_memory_seq_rm(kvs_get_memory(ctx), 0, -1, -1));
+    CHECK(kvs_dsv4_get(ctx, KVS_DSV4_CSA, KVS_DSV4_K, 2, 0, 0, 128, found, 128) == KVS_STATUS_OK && memcmp(found, zero, 128) == 0);
+    CHECK(kvs_state_seq_set_data(ctx, blob.data, blob.size, 0) == blob.size);
+    CHECK(kvs_dsv4_get(ctx, KVS_DSV4_CSA, KVS_DSV4_K, 2, 0, 0, 128, found, 128) == KVS_STATUS_OK && memcmp(found, row, 128) == 0);
+    free(blob.data);
+    // Also where nothing was decoded.
+    CHECK(kvs_memory_seq_rm(kvs_get_memory(ctx), 0, -1, -1));
+    CHECK(kvs_dsv4_set(ctx, KVS_DSV4_CSA, KVS_DSV4_K, 2, 0, 0, 0, row, 128) == KVS_STATUS_OK);
+    CHECK(kvs_memory_seq_rm(kvs_get_memory(ctx), 0, -1, -1));
+    CHECK(kvs_dsv4_get(ctx, KVS_DSV4_CSA, KVS_DSV4_K, 2, 0, 0, 0, found, 128) == KVS_STATUS_OK && memcmp(found, zero, 128) == 0);
+
+    BAD_STATUS(kvs_dsv4_get(ctx, 3, 0, 2, 0, 0, 0, found, 1), "compressor: 3 is none of KVS_DSV4_*");
+    BAD_STATUS(kvs_dsv4_set(ctx, 0, 3, 2, 0, 0, 0, row, 1), "which: 3 is none of KVS_DSV4_*");
+    BAD_STATUS(kvs_dsv4_set(ctx, 0, 0, 3, 0, 0, 0, row, 1), "layer: 3 has no csa, the layers [2] have");
+    BAD_STATUS(kvs_dsv4_set(ctx, 0, 0, 2, 1, 0, 0, row, 1), "stream: 1 is out of range [0, 1)");
+    BAD_STATUS(kvs_dsv4_set(ctx, 0, 0, 2, 0, 1, 0, row, 1), "rollback: 1, of K there is no such plane");
+    BAD_STATUS(kvs_dsv4_get(ctx, 0, KVS_DSV4_STATE_KV, 2, 0, 2, 0, found, 1), "rollback: 2, of Kv there is no such plane");
+    BAD_STATUS(kvs_dsv4_get(ctx, 0, 0, 2, 0, 0, 64 * 128 - 1, found, 2), "offset: 2 bytes at 8191 of a plane of 8192");
+    BAD_STATUS(kvs_dsv4_set(ctx, 0, 0, 2, 0, 0, UINT64_MAX, row, 2), "of a plane of 8192");
+    BAD_STATUS(kvs_dsv4_get(ctx, 0, 0, 2, 0, 0, 0, NULL, 1), "dst: NULL");
+    BAD_STATUS(kvs_dsv4_set(ctx, 0, 0, 2, 0, 0, 0, NULL, 1), "src: NULL");
+    kvs_context_free(ctx);
+
+    ctx = new_context(default_setup(8, 1));
+    BAD_STATUS(kvs_dsv4_get(ctx, 0, 0, 2, 0, 0, 0, found, 1), "ctx: a context without a DSV4 section");
+    BAD_STATUS(kvs_dsv4_set(ctx, 0, 0, 2, 0, 0, 0, row, 1), "ctx: a context without a DSV4 section");
+    kvs_context_free(ctx);
+}
+
 static void a_dsv4_memory_that_makes_no_sense_is_refused(void) {
     kvs_context *ctx = NULL;
     dsv4_setup s = default_dsv4();
@@ -246,6 +294,7 @@ static recurrent_setup default_recurrent(void) {
 // Attention of 32 cells, and recurrent states.
 static kvs_status try_new_hybrid(recurrent_setup *r, kvs_context **ctx) {
     setup s = default_setup(32, N_SEQ);
+    s.layer.device = test_device();
     s.kv.layers = &s.layer;
     r->recurrent.layers = r->layers;
     kvs_section_params sections[] = {kvs_kv_section(&s.kv), kvs_recurrent_section(&r->recurrent)};
@@ -256,41 +305,39 @@ static kvs_status try_new_hybrid(recurrent_setup *r, kvs_context **ctx) {
 
 static kvs_context *new_hybrid(void) {
     recurrent_setup r = default_recurrent();
+    r.layers[0].device = r.layers[2].device = test_device();
     kvs_context *ctx = NULL;
     CHECK(try_new_hybrid(&r, &ctx) == KVS_STATUS_OK);
     return ctx;
 }
 
-typedef void (*visit)(float *row, uint32_t n_embd, float *value);
+// A tensor of the recurrent section.
+typedef struct {
+    uint32_t layer, which, n_embd;
+} tensor;
 
-static void get(float *row, uint32_t n_embd, float *value) {
-    for (uint32_t i = 0; i < n_embd; i++) CHECK(row[i] == row[0] && (*value < 0 || row[i] == *value));
-    *value = row[0];
-}
-
-static void put(float *row, uint32_t n_embd, float *value) {
-    for (uint32_t i = 0; i < n_embd; i++) row[i] = *value;
-}
-
-static void visit_row(kvs_context *ctx, uint32_t row, visit visitor, float *value) {
-    int n_visited = 0;
-    for (uint32_t layer = 0; layer < 3; layer++) {
-        for (uint32_t which = KVS_RECURRENT_R; which <= KVS_RECURRENT_S; which++) {
-            kvs_plane plane;
-            CHECK(kvs_recurrent_plane(ctx, RECURRENT, layer, which, &plane) == KVS_STATUS_OK);
-            if (plane.data == NULL) continue;
-            visitor((float *)((uint8_t *)plane.data + row * plane.cell_stride), plane.n_embd, value);
-            n_visited++;
-        }
-    }
-    CHECK(n_visited == 4);
-}
+static const tensor TENSORS[] = {{0, KVS_RECURRENT_R, 3}, {0, KVS_RECURRENT_P, 2}, {0, KVS_RECURRENT_S, 5}, {2, KVS_RECURRENT_R, 4}};
+enum { N_TENSOR = sizeof TENSORS / sizeof TENSORS[0] };
 
 // What all tensors hold in a row.
 static float get_row(kvs_context *ctx, uint32_t row) {
-    float value = -1;
-    visit_row(ctx, row, get, &value);
-    return value;
+    float first = -1;
+    for (int t = 0; t < N_TENSOR; t++) {
+        float found[5];
+        const size_t size = TENSORS[t].n_embd * sizeof(float);
+        CHECK(kvs_recurrent_get(ctx, RECURRENT, TENSORS[t].layer, TENSORS[t].which, row * size, found, size) == KVS_STATUS_OK);
+        if (t == 0) first = found[0];
+        for (uint32_t i = 0; i < TENSORS[t].n_embd; i++) CHECK(found[i] == first);
+    }
+    return first;
+}
+
+static void set_row(kvs_context *ctx, uint32_t row, float value) {
+    const float values[5] = {value, value, value, value, value};
+    for (int t = 0; t < N_TENSOR; t++) {
+        const size_t size = TENSORS[t].n_embd * sizeof(float);
+        CHECK(kvs_recurrent_set(ctx, RECURRENT, TENSORS[t].layer, TENSORS[t].which, row * size, values, size) == KVS_STATUS_OK);
+    }
 }
 
 static kvs_recurrent_state state_of(kvs_context *ctx, kvs_seq_id seq_id) {
@@ -337,13 +384,13 @@ static void generate(kvs_context *ctx, kvs_seq_id a, kvs_seq_id b, uint32_t n) {
     float states[2], moved[8];
     for (uint32_t set = 0; set < rows.n_set; set++) states[set] = sources[set] < 0 ? 0 : get_row(ctx, (uint32_t)sources[set]);
     for (uint32_t i = 0; i < rows.n_move; i++) moved[i] = get_row(ctx, moves[i].from);
-    for (uint32_t i = 0; i < rows.n_move; i++) visit_row(ctx, moves[i].to, put, &moved[i]);
+    for (uint32_t i = 0; i < rows.n_move; i++) set_row(ctx, moves[i].to, moved[i]);
     for (uint32_t set = 0; set < rows.n_set; set++) {
         kvs_pos pos = kvs_memory_seq_pos_max(kvs_get_memory(ctx), seq_ids[set]);
         for (uint32_t left = n; left-- > 0;) {
             pos++;
             states[set] += (float)(pos + 1);
-            if (left <= N_RS_SEQ) visit_row(ctx, left * N_SEQ + rows.head + set, put, &states[set]);
+            if (left <= N_RS_SEQ) set_row(ctx, left * N_SEQ + rows.head + set, states[set]);
         }
     }
     CHECK(kvs_slot_commit(ctx, slot) == KVS_STATUS_OK);
@@ -444,6 +491,27 @@ static void a_hybrid_resumes_at_a_checkpoint(void) {
     generate(ctx, 0, 0, 4);
     check_state(ctx, 0, 12);
     kvs_checkpoints_free(checkpoints);
+    kvs_context_free(ctx);
+}
+
+static void bytes_of_recurrent_states_that_are_not_there_are_refused(void) {
+    kvs_context *ctx = new_hybrid();
+    float row[5] = {7};
+    // 9 rows of 3 elements.
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 0, KVS_RECURRENT_R, 104, row, 8), "offset: 8 bytes at 104 of a plane of 108");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 0, KVS_RECURRENT_R, 108, row, 1), "offset: 1 bytes at 108 of a plane of 108");
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 0, KVS_RECURRENT_R, UINT64_MAX, row, 8), "of a plane of 108");
+    BAD_STATUS(kvs_recurrent_get(ctx, 0, 0, 0, 0, row, 4), "section: 0 is kv, not recurrent");
+    BAD_STATUS(kvs_recurrent_set(ctx, 2, 0, 0, 0, row, 4), "section: 2 is out of range [0, 2)");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 3, 0, 0, row, 4), "layer: 3 is out of range [0, 3)");
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 0, 3, 0, row, 4), "which: 3 is no KVS_RECURRENT_*");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 0, 3, 0, row, 4), "which: 3 is no KVS_RECURRENT_*");
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 1, KVS_RECURRENT_R, 0, row, 4), "which: R, of which layer 1 has no elements");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 2, KVS_RECURRENT_S, 0, row, 4), "which: S, of which layer 2 has no elements");
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 0, 0, 0, NULL, 4), "dst: NULL");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 0, 0, 0, NULL, 4), "src: NULL");
+    CHECK(row[0] == 7);
+    CHECK(kvs_recurrent_get(ctx, RECURRENT, 0, KVS_RECURRENT_R, 0, row, 4) == KVS_STATUS_OK && row[0] == 0);
     kvs_context_free(ctx);
 }
 
@@ -660,6 +728,10 @@ static void arguments_that_make_no_sense_fail_every_call(void) {
     NO_HANDLE_STATUS(kvs_slot_moves(NULL, RECURRENT, moves, 0));
     NO_HANDLE_STATUS(kvs_recurrent_state_get(NULL, RECURRENT, 0, &s));
     NO_HANDLE_STATUS(kvs_recurrent_plane(NULL, RECURRENT, 0, 0, &plane));
+    NO_HANDLE_STATUS(kvs_recurrent_get(NULL, RECURRENT, 0, 0, 0, sources, 4));
+    NO_HANDLE_STATUS(kvs_recurrent_set(NULL, RECURRENT, 0, 0, 0, sources, 4));
+    NO_HANDLE_STATUS(kvs_dsv4_get(NULL, 0, 0, 0, 0, 0, 0, sources, 4));
+    NO_HANDLE_STATUS(kvs_dsv4_set(NULL, 0, 0, 0, 0, 0, 0, sources, 4));
     NO_HANDLE_STATUS(kvs_dsv4_plane(NULL, 0, 0, 0, 0, 0, &plane));
     NO_HANDLE_STATUS(kvs_dsv4_rollback(NULL, 0, &rollback));
     CHECK(rows.head == 7 && s.pos == 7 && sources[0] == 7 && plane.n_embd == 7 && rollback == 7);
@@ -672,9 +744,11 @@ static void arguments_that_make_no_sense_fail_every_call(void) {
 }
 
 MAIN(CASE(a_hybrid_writes_again_what_llama_cpp_wrote), CASE(a_dsv4_memory_writes_again_what_llama_cpp_wrote),
-     CASE(a_dsv4_memory_says_where_its_tensors_are), CASE(a_dsv4_memory_that_makes_no_sense_is_refused),
+     CASE(a_dsv4_memory_says_where_its_tensors_are), CASE(bytes_of_a_dsv4_memory_are_set_and_got),
+     CASE(a_dsv4_memory_that_makes_no_sense_is_refused),
      CASE(a_slot_says_which_rows_a_ubatch_reads_and_writes), CASE(the_end_is_cut_off_as_far_as_there_are_rollback_planes),
-     CASE(a_hybrid_resumes_at_a_checkpoint), CASE(states_of_the_caller_are_read_and_written_where_they_are),
+     CASE(a_hybrid_resumes_at_a_checkpoint), CASE(bytes_of_recurrent_states_that_are_not_there_are_refused),
+     CASE(states_of_the_caller_are_read_and_written_where_they_are),
      CASE(recurrent_states_that_make_no_sense_are_refused), CASE(an_indexer_sits_on_the_cells_of_its_attention_cache),
      CASE(a_shared_section_has_nothing_in_a_state), CASE(a_section_is_described_by_what_its_kind_names),
      CASE(arguments_that_make_no_sense_fail_every_call))

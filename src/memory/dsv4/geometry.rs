@@ -157,12 +157,17 @@ impl Dsv4Geometry {
 
     /// A tensor of a compressor in a layer of the model.
     pub fn tensor(&self, (compressor, which): (Dsv4Compressor, Dsv4Tensor), il: u32) -> Result<TensorParams> {
-        let wanted = |t: &&LayerTensor| t.compressor == compressor && t.which == which && t.il == il;
-        let found = self.tensors.iter().find(wanted).map(|tensor| tensor.geometry.into());
-        found.ok_or_else(|| {
+        let found = self.index_of((compressor, which), il);
+        found.map(|at| self.tensors[at].geometry.into()).ok_or_else(|| {
             let layers = &self.compressor(compressor).layers;
             Error::arg("layer", format!("{il} has no {}, the layers {layers:?} have", compressor.name()))
         })
+    }
+
+    /// Its place among all tensors.
+    pub fn index_of(&self, (compressor, which): (Dsv4Compressor, Dsv4Tensor), il: u32) -> Option<usize> {
+        let wanted = |t: &LayerTensor| t.compressor == compressor && t.which == which && t.il == il;
+        self.tensors.iter().position(wanted)
     }
 
     /// The tensors of one kind of a compressor, with their places among all.
