@@ -609,6 +609,13 @@ fn the_python_wrapper_does_the_same_on_a_device() {
 }
 
 #[test]
+fn the_python_wrapper_describes_sections_of_every_kind() {
+    let Some(mut python) = python() else { return };
+    run(python.arg(repo("tests/python/sections.py")));
+    run(with_devices(&mut python));
+}
+
+#[test]
 fn the_c_example_is_clean_under_valgrind() {
     let dir = temp_dir();
     under_valgrind(&c_example(Link::Dynamic, dir.path()));

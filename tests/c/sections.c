@@ -644,6 +644,8 @@ static void an_indexer_sits_on_the_cells_of_its_attention_cache(void) {
     ctx = NULL;
     BAD_STATUS(try_new_dsa(-2, 0, &ctx), "sections[1].mirrors: -2, it is -1 or the index of a section");
     BAD_STATUS(try_new_dsa(1, 0, &ctx), "mirrors: 1 is no attention cache before section 1");
+    BAD_STATUS(try_new_dsa(2, 0, &ctx), "mirrors: 2 is no attention cache before section 1");
+    BAD_STATUS(try_new_dsa(INT32_MAX, 0, &ctx), "mirrors: 2147483647 is no attention cache before section 1");
     BAD_STATUS(try_new_dsa(-1, 1, &ctx), "sections[1].reserved: 1, it is 0");
     CHECK(ctx == NULL);
 }
