@@ -30,13 +30,14 @@ static state read_fixture(const char *name) {
 }
 
 // The state is consumed and written again byte for byte.
-static void check_fixture(kvs_context *ctx, const char *name, uint32_t flags) {
+static void check_fixture(kvs_context *ctx, const char *name, kvs_seq_id seq_id, uint32_t flags) {
     state blob = read_fixture(name);
-    CHECK(kvs_state_seq_set_data_ext(ctx, blob.data, blob.size, 0, flags) == blob.size);
-    CHECK(kvs_state_seq_get_size_ext(ctx, 0, flags) == blob.size);
+    CHECK(kvs_state_seq_set_data_ext(ctx, blob.data, blob.size, seq_id, flags) == blob.size);
+    CHECK(kvs_state_seq_get_size_ext(ctx, seq_id, flags) == blob.size);
     uint8_t *again = malloc(blob.size);
-    CHECK(again != NULL && kvs_state_seq_get_data_ext(ctx, again, blob.size, 0, flags) == blob.size);
+    CHECK(again != NULL && kvs_state_seq_get_data_ext(ctx, again, blob.size, seq_id, flags) == blob.size);
     CHECK(memcmp(again, blob.data, blob.size) == 0);
+    CHECK(kvs_memory_seq_pos_min(kvs_get_memory(ctx), seq_id) == 63 && kvs_memory_seq_pos_max(kvs_get_memory(ctx), seq_id) == 63);
     free(again);
     free(blob.data);
 }
@@ -50,7 +51,7 @@ static kvs_kv_params window(uint32_t kv_size, uint32_t n_swa) {
 }
 
 // A pair of attention caches whose full-attention half has no layers, and a layer that is recurrent, with an S of 0 elements.
-static void a_hybrid_writes_again_what_llama_cpp_wrote(void) {
+static kvs_context *new_lfm2(uint32_t n_seq_max, uint32_t unified) {
     kvs_kv_layer_params layer = kvs_kv_layer_default_params();
     layer.n_embd_k_gqa = layer.n_embd_v_gqa = 256;
     layer.device = test_device();
@@ -66,10 +67,16 @@ static void a_hybrid_writes_again_what_llama_cpp_wrote(void) {
     recurrent.n_layer = 2;
     recurrent.layers = layers;
     kvs_section_params sections[] = {kvs_kv_section(&base), kvs_kv_section(&swa), kvs_recurrent_section(&recurrent)};
-    kvs_context *ctx = new_of(sections, 3, 1, 1);
-    check_fixture(ctx, "lfm2-dense_kf16_vf16_n64_none", KVS_STATE_SEQ_FLAGS_NONE);
-    CHECK(kvs_memory_seq_pos_min(kvs_get_memory(ctx), 0) == 63 && kvs_memory_seq_pos_max(kvs_get_memory(ctx), 0) == 63);
-    check_fixture(ctx, "lfm2-dense_kf16_vf16_n64_partial", KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    return new_of(sections, 3, n_seq_max, unified);
+}
+
+static void a_hybrid_writes_again_what_llama_cpp_wrote(void) {
+    kvs_context *ctx = new_lfm2(2, 0);
+    check_fixture(ctx, "lfm2-dense_kf16_vf16_ns2s_n64_none", 1, KVS_STATE_SEQ_FLAGS_NONE);
+    kvs_context_free(ctx);
+    ctx = new_lfm2(1, 1);
+    check_fixture(ctx, "lfm2-dense_kf16_vf16_n64_none", 0, KVS_STATE_SEQ_FLAGS_NONE);
+    check_fixture(ctx, "lfm2-dense_kf16_vf16_n64_partial", 0, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
     kvs_plane plane;
     CHECK(kvs_recurrent_plane(ctx, 2, 1, KVS_RECURRENT_R, &plane) == KVS_STATUS_OK);
     CHECK(plane.device == test_device() && plane.n_embd == 512 && plane.cell_stride == 2048);
@@ -140,9 +147,8 @@ static void a_dsv4_memory_writes_again_what_llama_cpp_wrote(void) {
     kvs_context *ctx = NULL;
     CHECK(try_new_dsv4(&s, &ctx) == KVS_STATUS_OK);
     CHECK(kvs_section_kind(ctx, 1) == KVS_SECTION_KV && kvs_section_kind(ctx, 2) == KVS_SECTION_DSV4);
-    check_fixture(ctx, "deepseek4-moe_kf16_vf16_n64_none", KVS_STATE_SEQ_FLAGS_NONE);
-    CHECK(kvs_memory_seq_pos_min(kvs_get_memory(ctx), 0) == 63 && kvs_memory_seq_pos_max(kvs_get_memory(ctx), 0) == 63);
-    check_fixture(ctx, "deepseek4-moe_kf16_vf16_n64_partial", KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    check_fixture(ctx, "deepseek4-moe_kf16_vf16_n64_none", 0, KVS_STATE_SEQ_FLAGS_NONE);
+    check_fixture(ctx, "deepseek4-moe_kf16_vf16_n64_partial", 0, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
     kvs_context_free(ctx);
 }
 
