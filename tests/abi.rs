@@ -486,10 +486,6 @@ c_tests! { slot_file on_the_host:
 
 c_tests! { sections on_the_host_and_on_devices:
     a_hybrid_writes_again_what_llama_cpp_wrote,
-    a_dsv4_memory_writes_again_what_llama_cpp_wrote,
-    a_dsv4_memory_says_where_its_tensors_are,
-    bytes_of_a_dsv4_memory_are_set_and_got,
-    a_dsv4_memory_that_makes_no_sense_is_refused,
     a_slot_says_which_rows_a_ubatch_reads_and_writes,
     the_end_is_cut_off_as_far_as_there_are_rollback_planes,
     a_hybrid_resumes_at_a_checkpoint,
@@ -500,6 +496,13 @@ c_tests! { sections on_the_host_and_on_devices:
     a_shared_section_has_nothing_in_a_state,
     a_section_is_described_by_what_its_kind_names,
     arguments_that_make_no_sense_fail_every_call,
+}
+
+c_tests! { dsv4 on_the_host_and_on_devices:
+    a_dsv4_memory_writes_again_what_llama_cpp_wrote,
+    a_dsv4_memory_says_where_its_tensors_are,
+    bytes_of_a_dsv4_memory_are_set_and_got,
+    a_dsv4_memory_that_makes_no_sense_is_refused,
 }
 
 c_tests! { device on_devices:
