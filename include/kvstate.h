@@ -445,9 +445,17 @@ typedef struct kvs_dsv4_compressor_params {
     uint32_t n_embd_state;
     // 0.
     uint32_t reserved;
+    // Memory of the caller for K (adopted), zeroed: an address for each layer in layers, of kv_size rows for each stream, one
+    // behind the other. NULL: kvstate allocates (managed). Either all tensors of a section are adopted or none. They must
+    // outlive the context.
+    void *const *k;
+    // The same for a state's sums of values: state_size rows for each stream, and as many again for each rollback plane.
+    void *const *kv;
+    // The same for a state's sums of scores.
+    void *const *score;
 } kvs_dsv4_compressor_params;
 
-// The compressed half of a DSV4 memory. Everything is one stream per sequence (unified 0), in memory of kvstate. Fill with
+// The compressed half of a DSV4 memory. Everything is one stream per sequence (unified 0). Fill with
 // kvs_dsv4_params_init first.
 typedef struct kvs_dsv4_params {
     // sizeof(kvs_dsv4_params), set by the init call.
@@ -459,6 +467,7 @@ typedef struct kvs_dsv4_params {
     // The lightning indexer.
     const struct kvs_dsv4_compressor_params *lid;
     // The device of each layer of the model, KVS_DEVICE_HOST or the number of a CUDA device; NULL (by default): host memory.
+    // Adopted memory: any number of a device says that the layer's addresses are of a device, and the driver says of which.
     const int32_t *devices;
     // How many they are.
     uint32_t n_device;
@@ -1116,6 +1125,25 @@ kvs_status kvs_recurrent_plane(const struct kvs_context *ctx,
                                uint32_t which,
                                struct kvs_plane *plane_out);
 
+// Copies size bytes of R, P or S (which: KVS_RECURRENT_*) of a layer of a recurrent section to dst, from offset on: bytes from
+// row 0, laid out as kvs_recurrent_plane tells. For programs without CUDA code, and for looking: it waits for each copy. Const.
+kvs_status kvs_recurrent_get(const struct kvs_context *ctx,
+                             uint32_t section,
+                             uint32_t layer,
+                             uint32_t which,
+                             uint64_t offset,
+                             void *dst,
+                             size_t size);
+
+// Copies size bytes from src into R, P or S, as kvs_recurrent_get the other way.
+kvs_status kvs_recurrent_set(struct kvs_context *ctx,
+                             uint32_t section,
+                             uint32_t layer,
+                             uint32_t which,
+                             uint64_t offset,
+                             const void *src,
+                             size_t size);
+
 // Fills the struct of struct_size bytes at params with defaults.
 kvs_status kvs_dsv4_compressor_params_init(struct kvs_dsv4_compressor_params *params, size_t struct_size);
 
@@ -1132,6 +1160,29 @@ kvs_status kvs_dsv4_plane(const struct kvs_context *ctx,
                           uint32_t stream,
                           uint32_t rollback,
                           struct kvs_plane *plane_out);
+
+// Copies size bytes of a plane, named as in kvs_dsv4_plane, to dst, from offset on: bytes from row 0. For programs without CUDA
+// code, and for looking: it waits for each copy. Const.
+kvs_status kvs_dsv4_get(const struct kvs_context *ctx,
+                        uint32_t compressor,
+                        uint32_t which,
+                        uint32_t layer,
+                        uint32_t stream,
+                        uint32_t rollback,
+                        uint64_t offset,
+                        void *dst,
+                        size_t size);
+
+// Copies size bytes from src into a plane, as kvs_dsv4_get the other way.
+kvs_status kvs_dsv4_set(struct kvs_context *ctx,
+                        uint32_t compressor,
+                        uint32_t which,
+                        uint32_t layer,
+                        uint32_t stream,
+                        uint32_t rollback,
+                        uint64_t offset,
+                        const void *src,
+                        size_t size);
 
 // The rollback plane that the states of a sequence are in until its next ubatch: ask before the slot is committed. Const.
 kvs_status kvs_dsv4_rollback(const struct kvs_context *ctx,

@@ -486,18 +486,24 @@ c_tests! { slot_file on_the_host:
 
 c_tests! { sections on_the_host_and_on_devices:
     a_hybrid_writes_again_what_llama_cpp_wrote,
-    a_dsv4_memory_writes_again_what_llama_cpp_wrote,
-    a_dsv4_memory_says_where_its_tensors_are,
-    a_dsv4_memory_that_makes_no_sense_is_refused,
     a_slot_says_which_rows_a_ubatch_reads_and_writes,
     the_end_is_cut_off_as_far_as_there_are_rollback_planes,
     a_hybrid_resumes_at_a_checkpoint,
+    bytes_of_recurrent_states_that_are_not_there_are_refused,
     states_of_the_caller_are_read_and_written_where_they_are,
     recurrent_states_that_make_no_sense_are_refused,
     an_indexer_sits_on_the_cells_of_its_attention_cache,
     a_shared_section_has_nothing_in_a_state,
     a_section_is_described_by_what_its_kind_names,
     arguments_that_make_no_sense_fail_every_call,
+}
+
+c_tests! { dsv4 on_the_host_and_on_devices:
+    a_dsv4_memory_writes_again_what_llama_cpp_wrote,
+    a_dsv4_memory_says_where_its_tensors_are,
+    bytes_of_a_dsv4_memory_are_set_and_got,
+    a_dsv4_memory_is_adopted,
+    a_dsv4_memory_that_makes_no_sense_is_refused,
 }
 
 c_tests! { device on_devices:
@@ -604,6 +610,13 @@ fn the_python_wrapper_takes_buffers_raises_errors_shifts_and_saves_in_the_backgr
 fn the_python_wrapper_does_the_same_on_a_device() {
     let Some(mut python) = python() else { return };
     run(with_devices(python.arg(repo("tests/python/wrapper.py"))));
+}
+
+#[test]
+fn the_python_wrapper_describes_sections_of_every_kind() {
+    let Some(mut python) = python() else { return };
+    run(python.arg(repo("tests/python/sections.py")));
+    run(with_devices(&mut python));
 }
 
 #[test]

@@ -99,6 +99,52 @@ fn the_example_of_a_view_saves_and_restores_a_cache_of_the_callers() {
     assert_eq!(printed, "5 1.5, 6 2.5, cleared 0\n");
 }
 
+/// Two tokens of sequence 1, one after the other.
+const MAIN_OF_A_HYBRID: &str = r#"
+#include <stdio.h>
+
+int main(void) {
+    kvs_kv_layer_params layer = kvs_kv_layer_default_params();
+    layer.n_embd_k_gqa = layer.n_embd_v_gqa = 64;
+    kvs_kv_params kv = kvs_kv_default_params();
+    kv.kv_size = 16;
+    kv.n_layer = 1;
+    kv.layers = &layer;
+    kvs_recurrent_layer_params layers[2] = {kvs_recurrent_layer_default_params(), kvs_recurrent_layer_default_params()};
+    layers[1].has_r = layers[1].has_s = 1;
+    layers[1].n_embd_r = 8;
+    layers[1].n_embd_s = 32;
+    kvs_recurrent_params recurrent = kvs_recurrent_default_params();
+    recurrent.n_layer = 2;
+    recurrent.layers = layers;
+    kvs_context *ctx = NULL;
+    if (new_hybrid(&kv, &recurrent, 2, &ctx)) return 1;
+    const kvs_seq_id one = 1, *seq_id = &one;
+    for (kvs_pos pos = 0; pos < 2; pos++) {
+        kvs_ubatch ubatch = kvs_ubatch_default();
+        ubatch.n_tokens = 1;
+        ubatch.pos = &pos;
+        ubatch.seq_id = &seq_id;
+        kvs_slot *slot = NULL;
+        int64_t from;
+        uint32_t to;
+        if (kvs_slot_prepare(ctx, &ubatch, &slot) || rows_of(slot, 1, &from, &to)) return 2;
+        if (kvs_slot_commit(ctx, slot)) return 3;
+        kvs_slot_free(slot);
+        printf("%d to %u\n", (int)from, to);
+    }
+    printf("position %d\n", kvs_memory_seq_pos_max(kvs_get_memory(ctx), 1));
+    kvs_context_free(ctx);
+    return 0;
+}
+"#;
+
+#[test]
+fn the_example_of_a_hybrid_says_which_rows_a_token_reads_and_writes() {
+    let printed = run_source("hybrid.c", &(example("c hybrid") + MAIN_OF_A_HYBRID), cc::c(), Link::Dynamic);
+    assert_eq!(printed, "-1 to 0\n0 to 0\nposition 1\n");
+}
+
 /// Saves a sequence of a cache where the example puts it, clears it while the save runs, and loads the file.
 const MAIN_ON_A_GPU: &str = r#"
 int main(void) {

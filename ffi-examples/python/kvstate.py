@@ -21,6 +21,10 @@ SWA_TYPE_NONE, SWA_TYPE_STANDARD, SWA_TYPE_CHUNKED, SWA_TYPE_SYMMETRIC = range(4
 FLAGS_NONE, FLAGS_PARTIAL_ONLY, FLAGS_ON_DEVICE = 0, 1, 2
 DEVICE_HOST = -1
 KV_K, KV_V = 0, 1
+SECTION_KV, SECTION_RECURRENT, SECTION_SHARED, SECTION_DSV4 = range(1, 5)
+RECURRENT_R, RECURRENT_P, RECURRENT_S = range(3)
+DSV4_CSA, DSV4_HCA, DSV4_LID = range(3)
+DSV4_K, DSV4_STATE_KV, DSV4_STATE_SCORE = range(3)
 STATUS_BUFFER_TOO_SMALL, STATUS_CANCELLED = 4, 19
 STATUS_NO_CUDA, STATUS_NO_DEVICE, STATUS_DRIVER_TOO_OLD, STATUS_DEVICE = range(20, 24)
 
@@ -92,14 +96,74 @@ class _KvParams(C.Structure):
     ]
 
 
+class _RecurrentLayerParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("has_r", C.c_uint32),
+        ("has_s", C.c_uint32),
+        ("type_r", C.c_int32),
+        ("type_s", C.c_int32),
+        ("n_embd_r", C.c_uint32),
+        ("n_embd_s", C.c_uint32),
+        ("n_embd_p", C.c_uint32),
+        ("device", C.c_int32),
+        ("r", C.c_void_p),
+        ("s", C.c_void_p),
+        ("p", C.c_void_p),
+    ]
+
+
+class _RecurrentParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("n_layer", C.c_uint32),
+        ("n_rs_seq", C.c_uint32),
+        ("layers", C.POINTER(_RecurrentLayerParams)),
+    ]
+
+
+class _RecurrentState(C.Structure):
+    _fields_ = [("pos", C.c_int32), ("row", C.c_uint32), ("rollback", C.c_uint32), ("n_older", C.c_uint32)]
+
+
+class _Dsv4CompressorParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("ratio", C.c_uint32),
+        ("kv_size", C.c_uint32),
+        ("layers", C.POINTER(C.c_uint32)),
+        ("n_layer", C.c_uint32),
+        ("type_k", C.c_int32),
+        ("n_embd_k", C.c_uint32),
+        ("state_size", C.c_uint32),
+        ("n_embd_state", C.c_uint32),
+        ("reserved", C.c_uint32),
+        ("k", C.POINTER(C.c_void_p)),
+        ("kv", C.POINTER(C.c_void_p)),
+        ("score", C.POINTER(C.c_void_p)),
+    ]
+
+
+class _Dsv4Params(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("csa", C.POINTER(_Dsv4CompressorParams)),
+        ("hca", C.POINTER(_Dsv4CompressorParams)),
+        ("lid", C.POINTER(_Dsv4CompressorParams)),
+        ("devices", C.POINTER(C.c_int32)),
+        ("n_device", C.c_uint32),
+        ("n_rs_seq", C.c_uint32),
+    ]
+
+
 class _SectionParams(C.Structure):
     _fields_ = [
         ("struct_size", C.c_size_t),
         ("kind", C.c_uint32),
         ("reserved", C.c_uint32),
         ("kv", C.POINTER(_KvParams)),
-        ("recurrent", C.c_void_p),
-        ("dsv4", C.c_void_p),
+        ("recurrent", C.POINTER(_RecurrentParams)),
+        ("dsv4", C.POINTER(_Dsv4Params)),
     ]
 
 
@@ -205,6 +269,10 @@ def _load():
         ("kvs_rope_params_init", i32, C.POINTER(_RopeParams), size),
         ("kvs_kv_layer_params_init", i32, C.POINTER(_LayerParams), size),
         ("kvs_kv_params_init", i32, C.POINTER(_KvParams), size),
+        ("kvs_recurrent_layer_params_init", i32, C.POINTER(_RecurrentLayerParams), size),
+        ("kvs_recurrent_params_init", i32, C.POINTER(_RecurrentParams), size),
+        ("kvs_dsv4_compressor_params_init", i32, C.POINTER(_Dsv4CompressorParams), size),
+        ("kvs_dsv4_params_init", i32, C.POINTER(_Dsv4Params), size),
         ("kvs_section_params_init", i32, C.POINTER(_SectionParams), size),
         ("kvs_context_params_init", i32, C.POINTER(_ContextParams), size),
         ("kvs_ubatch_init", i32, C.POINTER(_Ubatch), size),
@@ -219,6 +287,8 @@ def _load():
         ("kvs_get_memory", ctx, ctx),
         ("kvs_memory_clear", None, ctx, C.c_bool),
         ("kvs_memory_seq_rm", C.c_bool, ctx, seq, pos, pos),
+        ("kvs_memory_can_seq_rm", C.c_bool, ctx, seq, pos, pos),
+        ("kvs_memory_max_cut", i32, ctx, seq),
         ("kvs_memory_seq_cp", None, ctx, seq, seq, pos, pos),
         ("kvs_memory_seq_keep", None, ctx, seq),
         ("kvs_memory_seq_add", None, ctx, seq, pos, pos, pos),
@@ -247,6 +317,12 @@ def _load():
         ("kvs_pinned_free", i32, pointer),
         ("kvs_kv_get", i32, ctx, u32, u32, u32, C.c_int, u64, pointer, size),
         ("kvs_kv_set", i32, ctx, u32, u32, u32, C.c_int, u64, pointer, size),
+        ("kvs_section_kind", u32, ctx, u32),
+        ("kvs_recurrent_state_get", i32, ctx, u32, seq, C.POINTER(_RecurrentState)),
+        ("kvs_recurrent_get", i32, ctx, u32, u32, u32, u64, pointer, size),
+        ("kvs_recurrent_set", i32, ctx, u32, u32, u32, u64, pointer, size),
+        ("kvs_dsv4_get", i32, ctx, u32, u32, u32, u32, u32, u64, pointer, size),
+        ("kvs_dsv4_set", i32, ctx, u32, u32, u32, u32, u32, u64, pointer, size),
         ("kvs_snapshot_take", i32, ctx, seq, u32, pointers),
         ("kvs_snapshot_free", None, snapshot),
         ("kvs_snapshot_size", size, snapshot),
@@ -328,31 +404,86 @@ class Layer:
 
 
 class Kv:
-    """An attention cache; fields are those of kvs_kv_params (swa_type, n_swa, v_trans, ...)."""
+    """An attention cache; fields are those of kvs_kv_params (swa_type, n_swa, v_trans, mirrors, ...)."""
 
     def __init__(self, kv_size, layers, **fields):
         self.kv_size, self.layers, self.fields = kv_size, list(layers), fields
+
+    def _describe(self, section):
+        layers = _structs(_LayerParams, _lib.kvs_kv_layer_params_init, self.layers)
+        section.kv = C.pointer(_init(_KvParams, _lib.kvs_kv_params_init, kv_size=self.kv_size, layers=layers,
+                                     n_layer=len(layers), **self.fields))  # fmt: skip
+
+
+class RecurrentLayer:
+    """R and S of a layer, None: the layer has none, and P beside R; fields: type_r, type_s, device."""
+
+    def __init__(self, n_embd_r=None, n_embd_s=None, n_embd_p=0, **fields):
+        self.fields = dict(has_r=n_embd_r is not None, n_embd_r=n_embd_r or 0, has_s=n_embd_s is not None,
+                           n_embd_s=n_embd_s or 0, n_embd_p=n_embd_p, **fields)  # fmt: skip
+
+
+class Recurrent:
+    """Recurrent states: every layer of the model, also those without one, and the number of rollback planes."""
+
+    def __init__(self, layers, n_rs_seq=0):
+        self.layers, self.n_rs_seq = list(layers), n_rs_seq
+
+    def _describe(self, section):
+        section.kind = SECTION_RECURRENT
+        layers = _structs(_RecurrentLayerParams, _lib.kvs_recurrent_layer_params_init, self.layers)
+        section.recurrent = C.pointer(_init(_RecurrentParams, _lib.kvs_recurrent_params_init, layers=layers,
+                                            n_layer=len(layers), n_rs_seq=self.n_rs_seq))  # fmt: skip
+
+
+class Shared:
+    """Layers of a draft that read the cells of the target's cache."""
+
+    def _describe(self, section):
+        section.kind = SECTION_SHARED
+
+
+class Dsv4:
+    """The compressed half of a DSV4 memory: three dicts of the fields of kvs_dsv4_compressor_params, layers as a list."""
+
+    def __init__(self, csa, hca, lid, n_rs_seq=0, devices=()):
+        self.compressors, self.n_rs_seq, self.devices = dict(csa=csa, hca=hca, lid=lid), n_rs_seq, _i32s(devices)
+
+    def _describe(self, section):
+        section.kind = SECTION_DSV4
+        described = {}
+        for name, fields in self.compressors.items():
+            layers = (C.c_uint32 * len(fields["layers"]))(*fields["layers"])
+            fields = dict(fields, layers=layers, n_layer=len(layers))
+            described[name] = C.pointer(
+                _init(_Dsv4CompressorParams, _lib.kvs_dsv4_compressor_params_init, **fields)
+            )
+        devices = dict(devices=self.devices, n_device=len(self.devices)) if len(self.devices) else {}
+        section.dsv4 = C.pointer(_init(_Dsv4Params, _lib.kvs_dsv4_params_init, n_rs_seq=self.n_rs_seq, **devices,
+                                       **described))  # fmt: skip
+
+
+def _structs(struct, init, described):
+    values = (struct * len(described))()
+    for i, one in enumerate(described):
+        values[i] = _init(struct, init, **one.fields)
+    return values
 
 
 class Context:
     """The KV cache of a model's sequences, in memory that kvstate allocates.
 
-    sections: one Kv, or full attention and then SWA; shift(section, stream, cells, shifts), if given, rotates K.
+    sections: Kv, Recurrent, Shared and Dsv4 in write order, see kvs_context_params; shift(section, stream, cells, shifts), if given, rotates K.
     """
 
     def __init__(self, sections, n_seq_max=1, unified=True, arch="", shift=None, **fields):
         self._ctx = None
         self.sections = list(sections)
-        structs, alive = (_SectionParams * len(self.sections))(), []
+        # What a struct points to is kept by ctypes, as long as the struct is.
+        structs = (_SectionParams * len(self.sections))()
         for struct, section in zip(structs, self.sections):
-            layers = (_LayerParams * len(section.layers))()
-            for i, layer in enumerate(section.layers):
-                layers[i] = _init(_LayerParams, _lib.kvs_kv_layer_params_init, **layer.fields)
-            kv = _init(_KvParams, _lib.kvs_kv_params_init, kv_size=section.kv_size, layers=layers,
-                       n_layer=len(layers), **section.fields)  # fmt: skip
-            alive += [layers, kv]
             _checked(_lib.kvs_section_params_init(C.byref(struct), C.sizeof(struct)))
-            struct.kv = C.pointer(kv)
+            section._describe(struct)
         params = _init(_ContextParams, _lib.kvs_context_params_init, n_seq_max=n_seq_max, unified=unified,
                        sections=structs, n_section=len(structs), arch=arch.encode(), **fields)  # fmt: skip
         if shift is not None:
@@ -380,7 +511,8 @@ class Context:
     # Cells and planes
 
     def decode(self, pos, seq_id=0):
-        """Gives cells to tokens of a sequence at the positions pos; returns the cells of each section.
+        """Gives cells to tokens of a sequence at the positions pos; returns the cells of each section: none in shared and
+        DSV4 sections, in a recurrent one that of the sequence.
 
         Write K and V of the tokens into them next.
         """
@@ -391,9 +523,12 @@ class Context:
         _checked(_lib.kvs_slot_prepare(self._ctx, C.byref(ubatch), C.byref(slot)))
         try:
             _checked(_lib.kvs_slot_commit(self._ctx, slot))
-            cells = [(C.c_uint32 * len(pos))() for _ in self.sections]
+            cells = [
+                (C.c_uint32 * (len(pos) if isinstance(section, (Kv, Recurrent)) else 0))()
+                for section in self.sections
+            ]
             for section, found in enumerate(cells):
-                _checked(_lib.kvs_slot_cells(slot, section, found, len(pos)))
+                _checked(_lib.kvs_slot_cells(slot, section, found, len(found)))
             return [list(found) for found in cells]
         finally:
             _lib.kvs_slot_free(slot)
@@ -423,6 +558,41 @@ class Context:
         pointer, size, _alive = _pointer(data)
         _checked(_lib.kvs_kv_set(self._ctx, section, stream, layer, which, offset, pointer, size))
 
+    def section_kind(self, section):
+        kind = _lib.kvs_section_kind(self._ctx, section)
+        _check(kind)
+        return kind
+
+    def recurrent_state(self, section, seq_id):
+        """Where the state of a sequence is, by the names of kvs_recurrent_state; None: there is none."""
+        state = _RecurrentState()
+        _checked(_lib.kvs_recurrent_state_get(self._ctx, section, seq_id, C.byref(state)))
+        return {name: getattr(state, name) for name, _ in state._fields_} if state.pos >= 0 else None
+
+    def recurrent_get(self, section, layer, which, offset, size):
+        """size bytes of R, P or S (RECURRENT_*) of a layer from offset on, wherever they are."""
+        data = bytearray(size)
+        pointer, size, _alive = _pointer(data)
+        _checked(_lib.kvs_recurrent_get(self._ctx, section, layer, which, offset, pointer, size))
+        return bytes(data)
+
+    def recurrent_set(self, section, layer, which, offset, data):
+        """Writes bytes into R, P or S of a layer from offset on."""
+        pointer, size, _alive = _pointer(data)
+        _checked(_lib.kvs_recurrent_set(self._ctx, section, layer, which, offset, pointer, size))
+
+    def dsv4_get(self, compressor, which, layer, offset, size, stream=0, rollback=0):
+        """size bytes of a tensor (DSV4_CSA..., DSV4_K...) of a layer of the compressed half from offset on."""
+        data = bytearray(size)
+        pointer, size, _alive = _pointer(data)
+        _checked(_lib.kvs_dsv4_get(self._ctx, compressor, which, layer, stream, rollback, offset, pointer, size))
+        return bytes(data)
+
+    def dsv4_set(self, compressor, which, layer, offset, data, stream=0, rollback=0):
+        """Writes bytes into a tensor of a layer of the compressed half from offset on."""
+        pointer, size, _alive = _pointer(data)
+        _checked(_lib.kvs_dsv4_set(self._ctx, compressor, which, layer, stream, rollback, offset, pointer, size))
+
     # Devices
 
     def set_stream(self, device, stream):
@@ -444,19 +614,27 @@ class Context:
         _lib.kvs_memory_clear(self._mem, data)
 
     def seq_rm(self, seq_id, p0=-1, p1=-1):
-        _check(_lib.kvs_memory_seq_rm(self._mem, seq_id, p0, p1))
+        """False if a section cannot remove just that range."""
+        return _by_status(_lib.kvs_memory_seq_rm, self._mem, seq_id, p0, p1)
+
+    def can_seq_rm(self, seq_id, p0=-1, p1=-1):
+        return _by_status(_lib.kvs_memory_can_seq_rm, self._mem, seq_id, p0, p1)
+
+    def max_cut(self, seq_id):
+        """Positions that can be cut off the end so that the recurrent state is there; INT32_MAX: any number."""
+        return _by_status(_lib.kvs_memory_max_cut, self._mem, seq_id)
 
     def seq_cp(self, src, dst, p0=-1, p1=-1):
-        _void(_lib.kvs_memory_seq_cp, self._mem, src, dst, p0, p1)
+        _by_status(_lib.kvs_memory_seq_cp, self._mem, src, dst, p0, p1)
 
     def seq_keep(self, seq_id):
-        _void(_lib.kvs_memory_seq_keep, self._mem, seq_id)
+        _by_status(_lib.kvs_memory_seq_keep, self._mem, seq_id)
 
     def seq_add(self, seq_id, p0, p1, delta):
-        _void(_lib.kvs_memory_seq_add, self._mem, seq_id, p0, p1, delta)
+        _by_status(_lib.kvs_memory_seq_add, self._mem, seq_id, p0, p1, delta)
 
     def seq_div(self, seq_id, p0, p1, d):
-        _void(_lib.kvs_memory_seq_div, self._mem, seq_id, p0, p1, d)
+        _by_status(_lib.kvs_memory_seq_div, self._mem, seq_id, p0, p1, d)
 
     def seq_pos_min(self, seq_id):
         return _lib.kvs_memory_seq_pos_min(self._mem, seq_id)
@@ -718,11 +896,12 @@ def _shift_callback(shift):
     return call
 
 
-def _void(call, *arguments):
-    """Runs a call that returns nothing; only the thread's last status tells whether it failed."""
+def _by_status(call, *arguments):
+    """Runs a call of which only the thread's last status tells whether it failed."""
     _lib.kvs_clear_last_error()
-    call(*arguments)
+    result = call(*arguments)
     _check(_lib.kvs_last_status() == 0)
+    return result
 
 
 def _view(plane, kv_size):

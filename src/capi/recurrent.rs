@@ -4,7 +4,9 @@ use std::ffi::c_void;
 use std::ptr;
 
 use super::engine::{KVS_DEVICE_HOST, kvs_plane, plane_or_none};
-use super::handle::{self, array_mut, kvs_context, kvs_slot, out, with_context};
+use super::handle::{
+    self, array_mut, host_bytes, host_bytes_mut, kvs_context, kvs_slot, out, with_context, with_context_mut,
+};
 use super::kv_params::{KVS_TYPE_F32, adopt, device, ggml_type};
 use super::params::{self, Params, flag};
 use super::status::{kvs_status, status_of};
@@ -250,12 +252,7 @@ pub unsafe extern "C" fn kvs_recurrent_plane(
 ) -> kvs_status {
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
-        let which = match which {
-            KVS_RECURRENT_R => RecurrentTensor::R,
-            KVS_RECURRENT_P => RecurrentTensor::P,
-            KVS_RECURRENT_S => RecurrentTensor::S,
-            _ => return Err(Error::arg("which", format!("{which} is no KVS_RECURRENT_*"))),
-        };
+        let which = recurrent_tensor(which)?;
         let found = with_context(ctx, |context| {
             let (section, layer) = (section as usize, layer as usize);
             let plane = context.recurrent_plane(section, layer, which)?;
@@ -265,6 +262,58 @@ pub unsafe extern "C" fn kvs_recurrent_plane(
         *out("plane_out", plane_out)? = found;
         Ok(())
     })
+}
+
+/// Copies size bytes of R, P or S (which: KVS_RECURRENT_*) of a layer of a recurrent section to dst, from offset on: bytes from
+/// row 0, laid out as kvs_recurrent_plane tells. For programs without CUDA code, and for looking: it waits for each copy. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_recurrent_get(
+    ctx: *const kvs_context,
+    section: u32,
+    layer: u32,
+    which: u32,
+    offset: u64,
+    dst: *mut c_void,
+    size: usize,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let dst = host_bytes_mut("dst", dst.cast(), size)?;
+        let which = recurrent_tensor(which)?;
+        with_context(ctx, |context| {
+            context.recurrent_get((section as usize, layer as usize), which, offset, dst)
+        })
+    })
+}
+
+/// Copies size bytes from src into R, P or S, as kvs_recurrent_get the other way.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_recurrent_set(
+    ctx: *mut kvs_context,
+    section: u32,
+    layer: u32,
+    which: u32,
+    offset: u64,
+    src: *const c_void,
+    size: usize,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let src = host_bytes("src", src.cast(), size)?;
+        let which = recurrent_tensor(which)?;
+        with_context_mut(ctx, |context| {
+            context.recurrent_set((section as usize, layer as usize), which, offset, src)
+        })
+    })
+}
+
+fn recurrent_tensor(which: u32) -> Result<RecurrentTensor> {
+    match which {
+        KVS_RECURRENT_R => Ok(RecurrentTensor::R),
+        KVS_RECURRENT_P => Ok(RecurrentTensor::P),
+        KVS_RECURRENT_S => Ok(RecurrentTensor::S),
+        _ => Err(Error::arg("which", format!("{which} is no KVS_RECURRENT_*"))),
+    }
 }
 
 unsafe fn recurrent<'a>(slot: *const kvs_slot, section: u32) -> Result<&'a RecurrentSlot> {

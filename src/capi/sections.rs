@@ -97,7 +97,7 @@ pub(super) unsafe fn section_params(
                 (recurrent_section(&name, &params, streams.n_seq_max)?, Vec::new())
             }
             KVS_SECTION_SHARED => (SectionParams::Shared, Vec::new()),
-            KVS_SECTION_DSV4 => (dsv4_section(&name, &params::read(section.dsv4)?)?, Vec::new()),
+            KVS_SECTION_DSV4 => (dsv4_section(&name, &params::read(section.dsv4)?, streams)?, Vec::new()),
             kind => return Err(Error::arg(name + ".kind", format!("{kind} is no KVS_SECTION_*"))),
         })
     }

@@ -170,6 +170,38 @@ impl Context {
         Ok(self.checked_recurrent(section, layer)?.geometry.tensor(layer, tensor))
     }
 
+    /// Copies bytes of R, S or P of a layer (section, layer) from `offset` (bytes from row 0) on, wherever they are.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an index that is out of range, a tensor that the layer does not have, or bytes outside the
+    /// plane; [`Error::Device`].
+    pub fn recurrent_get(
+        &self,
+        (section, layer): (usize, usize),
+        tensor: RecurrentTensor,
+        offset: u64,
+        out: &mut [u8],
+    ) -> Result<()> {
+        let plane = self.recurrent_plane(section, layer, tensor)?;
+        plane.ok_or_else(|| no_bytes(layer, tensor))?.get(offset, out, &self.transfer)
+    }
+
+    /// Writes bytes of R, S or P of a layer.
+    ///
+    /// # Errors
+    /// As [`Context::recurrent_get`].
+    pub fn recurrent_set(
+        &mut self,
+        (section, layer): (usize, usize),
+        tensor: RecurrentTensor,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<()> {
+        self.checked_recurrent(section, layer)?;
+        let plane = self.memory.recurrent_cache_mut(section)?.plane_mut(layer, tensor);
+        plane.ok_or_else(|| no_bytes(layer, tensor))?.set(offset, bytes, &self.transfer)
+    }
+
     /// Where the state of a sequence is in a recurrent section; `None` if it has none.
     ///
     /// # Errors
@@ -204,6 +236,52 @@ impl Context {
         self.memory.dsv4().ok_or_else(none)?.geometry.tensor((compressor, tensor), il)
     }
 
+    pub(crate) fn checked_dsv4_plane(
+        &self,
+        (compressor, tensor): (Dsv4Compressor, Dsv4Tensor),
+        (il, stream, rollback): (u32, usize, u32),
+    ) -> Result<&Plane> {
+        self.dsv4_tensor((compressor, tensor), il)?;
+        self.check_stream(stream)?;
+        let plane = self.dsv4_plane((compressor, tensor), il, stream, rollback);
+        plane.ok_or_else(|| no_rollback(tensor, rollback))
+    }
+
+    /// Copies bytes of a plane (layer, stream, rollback plane) of the compressed half of a DSV4 memory from `offset` (bytes from
+    /// row 0) on, wherever they are.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] in a memory without DSV4, for a plane that is not there, or bytes outside of it;
+    /// [`Error::Device`].
+    pub fn dsv4_get(
+        &self,
+        (compressor, tensor): (Dsv4Compressor, Dsv4Tensor),
+        place: (u32, usize, u32),
+        offset: u64,
+        out: &mut [u8],
+    ) -> Result<()> {
+        self.checked_dsv4_plane((compressor, tensor), place)?.get(offset, out, &self.transfer)
+    }
+
+    /// Writes bytes of a plane of the compressed half of a DSV4 memory.
+    ///
+    /// # Errors
+    /// As [`Context::dsv4_get`].
+    pub fn dsv4_set(
+        &mut self,
+        (compressor, tensor): (Dsv4Compressor, Dsv4Tensor),
+        (il, stream, rollback): (u32, usize, u32),
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<()> {
+        self.checked_dsv4_plane((compressor, tensor), (il, stream, rollback))?;
+        // A stream is its sequence's: DSV4 has one for each.
+        let seq = self.seq(SeqId::try_from(stream).unwrap_or(SeqId::MAX))?;
+        let dsv4 = self.memory.dsv4_mut();
+        let plane = dsv4.and_then(|dsv4| dsv4.plane_mut((compressor, tensor), il, seq, rollback));
+        plane.ok_or_else(|| no_rollback(tensor, rollback))?.set(offset, bytes, &self.transfer)
+    }
+
     /// The rollback plane that the states of a sequence are in, until the next ubatch: an engine asks before it commits the slot.
     /// 0 in a memory without DSV4.
     ///
@@ -221,6 +299,14 @@ impl Context {
         }
         Err(Error::arg("layer", format!("{layer} is out of range [0, {n_layer})")))
     }
+}
+
+fn no_bytes(layer: usize, tensor: RecurrentTensor) -> Error {
+    Error::arg("which", format!("{tensor:?}, of which layer {layer} has no elements"))
+}
+
+fn no_rollback(tensor: Dsv4Tensor, rollback: u32) -> Error {
+    Error::arg("rollback", format!("{rollback}, of {tensor:?} there is no such plane"))
 }
 
 fn no_v(layer: usize) -> Error {

@@ -30,7 +30,7 @@ pub use rewind::RewindObstacle;
 pub use rope::RopeParams;
 pub use section::{SectionKind, SectionParams};
 
-pub(crate) use dsv4::Dsv4Cache;
+pub(crate) use dsv4::{Dsv4Cache, n_state_planes};
 pub(crate) use geometry::TensorGeometry;
 pub(crate) use kv_cache::KvCache;
 pub(crate) use kv_read::ReadParams;
@@ -178,6 +178,12 @@ impl Memory {
         found.as_recurrent().ok_or_else(other)
     }
 
+    pub fn recurrent_cache_mut(&mut self, section: usize) -> Result<&mut RecurrentCache> {
+        self.recurrent_cache(section)?;
+        let found = self.sections.get_mut(section).and_then(Section::as_recurrent_mut);
+        found.ok_or_else(|| Error::Internal(format!("section {section} is gone")))
+    }
+
     // Sequence operations: all sections or none.
 
     pub fn clear(&mut self, data: bool, transfer: &Transfer) -> Result<()> {
@@ -243,6 +249,10 @@ impl Memory {
     /// The compressed half of a DSV4 memory.
     pub fn dsv4(&self) -> Option<&Dsv4Cache> {
         self.sections.iter().find_map(Section::as_dsv4)
+    }
+
+    pub fn dsv4_mut(&mut self) -> Option<&mut Dsv4Cache> {
+        self.sections.iter_mut().find_map(Section::as_dsv4_mut)
     }
 
     pub fn seq_add(&mut self, seq: Seq, range: PosRange, delta: Pos) -> Result<()> {

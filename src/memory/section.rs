@@ -146,7 +146,21 @@ impl Section {
         }
     }
 
+    pub fn as_recurrent_mut(&mut self) -> Option<&mut RecurrentCache> {
+        match self {
+            Self::Recurrent(recurrent) => Some(recurrent),
+            _ => None,
+        }
+    }
+
     pub fn as_dsv4(&self) -> Option<&Dsv4Cache> {
+        match self {
+            Self::Dsv4(dsv4) => Some(dsv4),
+            _ => None,
+        }
+    }
+
+    pub fn as_dsv4_mut(&mut self) -> Option<&mut Dsv4Cache> {
         match self {
             Self::Dsv4(dsv4) => Some(dsv4),
             _ => None,

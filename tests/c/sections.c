@@ -1,6 +1,6 @@
-// Sections of every kind, described from C; what is only saved and restored is where TEST_DEVICE says.
+// Sections described from C, DSV4 aside; bytes are where TEST_DEVICE says.
 
-#include "check.h"
+#include "fixture.h"
 
 static kvs_context *new_of(const kvs_section_params *sections, uint32_t n_section, uint32_t n_seq_max, uint32_t unified) {
     kvs_context_params params = kvs_context_default_params();
@@ -13,44 +13,8 @@ static kvs_context *new_of(const kvs_section_params *sections, uint32_t n_sectio
     return ctx;
 }
 
-// States that llama.cpp wrote
-
-static state read_fixture(const char *name) {
-    char path[1024];
-    snprintf(path, sizeof path, "%s/%s.bin", FIXTURES, name);
-    FILE *file = fopen(path, "rb");
-    CHECK(file != NULL && fseek(file, 0, SEEK_END) == 0);
-    state s;
-    s.size = (size_t)ftell(file);
-    s.data = malloc(s.size);
-    rewind(file);
-    CHECK(s.data != NULL && fread(s.data, 1, s.size, file) == s.size);
-    fclose(file);
-    return s;
-}
-
-// The state is consumed and written again byte for byte.
-static void check_fixture(kvs_context *ctx, const char *name, uint32_t flags) {
-    state blob = read_fixture(name);
-    CHECK(kvs_state_seq_set_data_ext(ctx, blob.data, blob.size, 0, flags) == blob.size);
-    CHECK(kvs_state_seq_get_size_ext(ctx, 0, flags) == blob.size);
-    uint8_t *again = malloc(blob.size);
-    CHECK(again != NULL && kvs_state_seq_get_data_ext(ctx, again, blob.size, 0, flags) == blob.size);
-    CHECK(memcmp(again, blob.data, blob.size) == 0);
-    free(again);
-    free(blob.data);
-}
-
-static kvs_kv_params window(uint32_t kv_size, uint32_t n_swa) {
-    kvs_kv_params kv = kvs_kv_default_params();
-    kv.kv_size = kv_size;
-    kv.swa_type = KVS_SWA_TYPE_STANDARD;
-    kv.n_swa = n_swa;
-    return kv;
-}
-
 // A pair of attention caches whose full-attention half has no layers, and a layer that is recurrent, with an S of 0 elements.
-static void a_hybrid_writes_again_what_llama_cpp_wrote(void) {
+static kvs_context *new_lfm2(uint32_t n_seq_max, uint32_t unified) {
     kvs_kv_layer_params layer = kvs_kv_layer_default_params();
     layer.n_embd_k_gqa = layer.n_embd_v_gqa = 256;
     layer.device = test_device();
@@ -66,156 +30,21 @@ static void a_hybrid_writes_again_what_llama_cpp_wrote(void) {
     recurrent.n_layer = 2;
     recurrent.layers = layers;
     kvs_section_params sections[] = {kvs_kv_section(&base), kvs_kv_section(&swa), kvs_recurrent_section(&recurrent)};
-    kvs_context *ctx = new_of(sections, 3, 1, 1);
-    check_fixture(ctx, "lfm2-dense_kf16_vf16_n64_none", KVS_STATE_SEQ_FLAGS_NONE);
-    CHECK(kvs_memory_seq_pos_min(kvs_get_memory(ctx), 0) == 63 && kvs_memory_seq_pos_max(kvs_get_memory(ctx), 0) == 63);
-    check_fixture(ctx, "lfm2-dense_kf16_vf16_n64_partial", KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    return new_of(sections, 3, n_seq_max, unified);
+}
+
+static void a_hybrid_writes_again_what_llama_cpp_wrote(void) {
+    kvs_context *ctx = new_lfm2(2, 0);
+    check_fixture(ctx, "lfm2-dense_kf16_vf16_ns2s_n64_none", 1, KVS_STATE_SEQ_FLAGS_NONE);
+    kvs_context_free(ctx);
+    ctx = new_lfm2(1, 1);
+    check_fixture(ctx, "lfm2-dense_kf16_vf16_n64_none", 0, KVS_STATE_SEQ_FLAGS_NONE);
+    check_fixture(ctx, "lfm2-dense_kf16_vf16_n64_partial", 0, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
     kvs_plane plane;
     CHECK(kvs_recurrent_plane(ctx, 2, 1, KVS_RECURRENT_R, &plane) == KVS_STATUS_OK);
     CHECK(plane.device == test_device() && plane.n_embd == 512 && plane.cell_stride == 2048);
     CHECK(plane.ggml_type == KVS_TYPE_F32 && plane.channel_stride == 0 && plane.data != NULL);
     kvs_context_free(ctx);
-}
-
-static kvs_dsv4_compressor_params compressor(uint32_t ratio, const uint32_t *layer, uint32_t n_embd_k, uint32_t state_size,
-                                             uint32_t n_embd_state) {
-    kvs_dsv4_compressor_params params = kvs_dsv4_compressor_default_params();
-    params.ratio = ratio;
-    params.kv_size = 256 / ratio;
-    params.layers = layer;
-    params.n_layer = 1;
-    params.n_embd_k = n_embd_k;
-    params.state_size = state_size;
-    params.n_embd_state = n_embd_state;
-    return params;
-}
-
-// As the fixture has it; change what the test is about, then call try_new_dsv4.
-typedef struct {
-    kvs_kv_layer_params layers[4];
-    uint32_t csa_layer, hca_layer;
-    int32_t devices[4];
-    kvs_dsv4_compressor_params csa, hca, lid;
-    kvs_dsv4_params dsv4;
-} dsv4_setup;
-
-static dsv4_setup default_dsv4(void) {
-    dsv4_setup s;
-    for (int il = 0; il < 4; il++) {
-        s.layers[il] = kvs_kv_layer_default_params();
-        s.layers[il].n_embd_k_gqa = 64;
-        s.layers[il].device = s.devices[il] = test_device();
-    }
-    s.csa_layer = 2;
-    s.hca_layer = 3;
-    s.csa = compressor(4, NULL, 64, 8, 128);
-    s.hca = compressor(128, NULL, 64, 128, 64);
-    s.lid = compressor(4, NULL, 128, 8, 256);
-    s.dsv4 = kvs_dsv4_default_params();
-    s.dsv4.n_device = 4;
-    return s;
-}
-
-static kvs_status try_new_dsv4(dsv4_setup *s, kvs_context **ctx) {
-    kvs_kv_params base = kvs_kv_default_params(), swa = window(256, 32);
-    base.kv_size = 256;
-    swa.layers = s->layers;
-    swa.n_layer = 4;
-    s->csa.layers = s->lid.layers = &s->csa_layer;
-    s->hca.layers = &s->hca_layer;
-    s->dsv4.csa = &s->csa;
-    s->dsv4.hca = &s->hca;
-    if (s->dsv4.lid == NULL) s->dsv4.lid = &s->lid;
-    if (s->dsv4.n_device > 0) s->dsv4.devices = s->devices;
-    kvs_section_params sections[] = {kvs_kv_section(&base), kvs_kv_section(&swa), kvs_dsv4_section(&s->dsv4)};
-    kvs_context_params params = kvs_context_default_params();
-    params.unified = 0;
-    params.sections = sections;
-    params.n_section = 3;
-    return kvs_context_new(&params, ctx);
-}
-
-static void a_dsv4_memory_writes_again_what_llama_cpp_wrote(void) {
-    dsv4_setup s = default_dsv4();
-    kvs_context *ctx = NULL;
-    CHECK(try_new_dsv4(&s, &ctx) == KVS_STATUS_OK);
-    CHECK(kvs_section_kind(ctx, 1) == KVS_SECTION_KV && kvs_section_kind(ctx, 2) == KVS_SECTION_DSV4);
-    check_fixture(ctx, "deepseek4-moe_kf16_vf16_n64_none", KVS_STATE_SEQ_FLAGS_NONE);
-    CHECK(kvs_memory_seq_pos_min(kvs_get_memory(ctx), 0) == 63 && kvs_memory_seq_pos_max(kvs_get_memory(ctx), 0) == 63);
-    check_fixture(ctx, "deepseek4-moe_kf16_vf16_n64_partial", KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
-    kvs_context_free(ctx);
-}
-
-static void a_dsv4_memory_says_where_its_tensors_are(void) {
-    dsv4_setup s = default_dsv4();
-    s.dsv4.n_device = 0;
-    s.dsv4.n_rs_seq = 2;
-    kvs_context *ctx = NULL;
-    CHECK(try_new_dsv4(&s, &ctx) == KVS_STATUS_OK);
-    kvs_plane k, state;
-    CHECK(kvs_dsv4_plane(ctx, KVS_DSV4_LID, KVS_DSV4_K, 2, 0, 0, &k) == KVS_STATUS_OK);
-    CHECK(k.data != NULL && k.device == KVS_DEVICE_HOST);
-    CHECK(k.ggml_type == KVS_TYPE_F16 && k.n_embd == 128 && k.cell_stride == 256);
-    for (uint32_t rollback = 0; rollback <= 2; rollback++) {
-        CHECK(kvs_dsv4_plane(ctx, KVS_DSV4_HCA, KVS_DSV4_STATE_SCORE, 3, 0, rollback, &state) == KVS_STATUS_OK);
-        CHECK(state.ggml_type == KVS_TYPE_F32 && state.n_embd == 64 && state.cell_stride == 256);
-    }
-    BAD_STATUS(kvs_dsv4_plane(ctx, 3, 0, 2, 0, 0, &k), "compressor: 3 is none of KVS_DSV4_*");
-    BAD_STATUS(kvs_dsv4_plane(ctx, 0, 3, 2, 0, 0, &k), "which: 3 is none of KVS_DSV4_*");
-    BAD_STATUS(kvs_dsv4_plane(ctx, 0, 0, 3, 0, 0, &k), "layer: 3 has no csa, the layers [2] have");
-    BAD_STATUS(kvs_dsv4_plane(ctx, 0, 0, 2, 1, 0, &k), "stream: 1 is out of range [0, 1)");
-    BAD_STATUS(kvs_dsv4_plane(ctx, 0, KVS_DSV4_STATE_KV, 2, 0, 3, &k), "rollback: 3, of Kv there is no such plane");
-    BAD_STATUS(kvs_dsv4_plane(ctx, 0, KVS_DSV4_K, 2, 0, 1, &k), "rollback: 1, of K there is no such plane");
-    BAD_STATUS(kvs_dsv4_plane(ctx, 0, 0, 2, 0, 0, NULL), "plane_out: NULL");
-    CHECK(k.n_embd == 128);
-
-    decode(ctx, 0, 0, 8, NULL);
-    kvs_memory_t mem = kvs_get_memory(ctx);
-    CHECK(kvs_memory_max_cut(mem, 0) == 2 && !kvs_memory_can_seq_rm(mem, 0, 5, -1));
-    CHECK(kvs_memory_can_seq_rm(mem, 0, 6, -1) && kvs_memory_seq_rm(mem, 0, 6, -1));
-    uint32_t rollback = 7;
-    CHECK(kvs_dsv4_rollback(ctx, 0, &rollback) == KVS_STATUS_OK && rollback == 2);
-    BAD_STATUS(kvs_dsv4_rollback(ctx, 1, &rollback), "seq_id 1 is out of range [0, 1)");
-    BAD_STATUS(kvs_dsv4_rollback(ctx, 0, NULL), "rollback_out: NULL");
-    kvs_context_free(ctx);
-
-    ctx = new_context(default_setup(8, 1));
-    BAD_STATUS(kvs_dsv4_plane(ctx, 0, 0, 2, 0, 0, &k), "ctx: a context without a DSV4 section");
-    CHECK(kvs_dsv4_rollback(ctx, 0, &rollback) == KVS_STATUS_OK && rollback == 0);
-    kvs_context_free(ctx);
-}
-
-static void a_dsv4_memory_that_makes_no_sense_is_refused(void) {
-    kvs_context *ctx = NULL;
-    dsv4_setup s = default_dsv4();
-    s.csa.type_k = 999;
-    BAD_STATUS(try_new_dsv4(&s, &ctx), "sections[2].dsv4.csa.type_k: 999 is no ggml type");
-    s = default_dsv4();
-    s.hca.reserved = 1;
-    BAD_STATUS(try_new_dsv4(&s, &ctx), "sections[2].dsv4.hca.reserved: 1, it is 0");
-    s = default_dsv4();
-    s.devices[1] = -2;
-    BAD_STATUS(try_new_dsv4(&s, &ctx), "sections[2].dsv4.devices[1]: -2, it is KVS_DEVICE_HOST or");
-    s = default_dsv4();
-    s.dsv4.n_device = 3;
-    BAD_STATUS(try_new_dsv4(&s, &ctx), "dsv4.devices: none for layer 3");
-    s = default_dsv4();
-    s.lid.ratio = 0;
-    BAD_STATUS(try_new_dsv4(&s, &ctx), "dsv4.lid.ratio: 0");
-    s = default_dsv4();
-    kvs_dsv4_compressor_params lid = s.lid;
-    lid.n_layer = 2;
-    s.dsv4.lid = &lid;
-    BAD_STATUS(try_new_dsv4(&s, &ctx), "sections[2].dsv4.lid.layers: NULL");
-    lid.struct_size = 0;
-    BAD_STATUS(try_new_dsv4(&s, &ctx), "kvs_dsv4_compressor_params.struct_size: 0");
-    kvs_dsv4_params none = kvs_dsv4_default_params();
-    kvs_section_params section = kvs_dsv4_section(&none);
-    kvs_context_params params = kvs_context_default_params();
-    params.sections = &section;
-    params.n_section = 1;
-    BAD_STATUS(kvs_context_new(&params, &ctx), "sections[0].dsv4.csa: NULL");
-    CHECK(ctx == NULL);
 }
 
 // Recurrent states. The test's engine has one number as its state, the sum of the positions that it has seen and 1 each; every
@@ -246,6 +75,7 @@ static recurrent_setup default_recurrent(void) {
 // Attention of 32 cells, and recurrent states.
 static kvs_status try_new_hybrid(recurrent_setup *r, kvs_context **ctx) {
     setup s = default_setup(32, N_SEQ);
+    s.layer.device = test_device();
     s.kv.layers = &s.layer;
     r->recurrent.layers = r->layers;
     kvs_section_params sections[] = {kvs_kv_section(&s.kv), kvs_recurrent_section(&r->recurrent)};
@@ -256,41 +86,39 @@ static kvs_status try_new_hybrid(recurrent_setup *r, kvs_context **ctx) {
 
 static kvs_context *new_hybrid(void) {
     recurrent_setup r = default_recurrent();
+    r.layers[0].device = r.layers[2].device = test_device();
     kvs_context *ctx = NULL;
     CHECK(try_new_hybrid(&r, &ctx) == KVS_STATUS_OK);
     return ctx;
 }
 
-typedef void (*visit)(float *row, uint32_t n_embd, float *value);
+// A tensor of the recurrent section.
+typedef struct {
+    uint32_t layer, which, n_embd;
+} tensor;
 
-static void get(float *row, uint32_t n_embd, float *value) {
-    for (uint32_t i = 0; i < n_embd; i++) CHECK(row[i] == row[0] && (*value < 0 || row[i] == *value));
-    *value = row[0];
-}
-
-static void put(float *row, uint32_t n_embd, float *value) {
-    for (uint32_t i = 0; i < n_embd; i++) row[i] = *value;
-}
-
-static void visit_row(kvs_context *ctx, uint32_t row, visit visitor, float *value) {
-    int n_visited = 0;
-    for (uint32_t layer = 0; layer < 3; layer++) {
-        for (uint32_t which = KVS_RECURRENT_R; which <= KVS_RECURRENT_S; which++) {
-            kvs_plane plane;
-            CHECK(kvs_recurrent_plane(ctx, RECURRENT, layer, which, &plane) == KVS_STATUS_OK);
-            if (plane.data == NULL) continue;
-            visitor((float *)((uint8_t *)plane.data + row * plane.cell_stride), plane.n_embd, value);
-            n_visited++;
-        }
-    }
-    CHECK(n_visited == 4);
-}
+static const tensor TENSORS[] = {{0, KVS_RECURRENT_R, 3}, {0, KVS_RECURRENT_P, 2}, {0, KVS_RECURRENT_S, 5}, {2, KVS_RECURRENT_R, 4}};
+enum { N_TENSOR = sizeof TENSORS / sizeof TENSORS[0] };
 
 // What all tensors hold in a row.
 static float get_row(kvs_context *ctx, uint32_t row) {
-    float value = -1;
-    visit_row(ctx, row, get, &value);
-    return value;
+    float first = -1;
+    for (int t = 0; t < N_TENSOR; t++) {
+        float found[5];
+        const size_t size = TENSORS[t].n_embd * sizeof(float);
+        CHECK(kvs_recurrent_get(ctx, RECURRENT, TENSORS[t].layer, TENSORS[t].which, row * size, found, size) == KVS_STATUS_OK);
+        if (t == 0) first = found[0];
+        for (uint32_t i = 0; i < TENSORS[t].n_embd; i++) CHECK(found[i] == first);
+    }
+    return first;
+}
+
+static void set_row(kvs_context *ctx, uint32_t row, float value) {
+    const float values[5] = {value, value, value, value, value};
+    for (int t = 0; t < N_TENSOR; t++) {
+        const size_t size = TENSORS[t].n_embd * sizeof(float);
+        CHECK(kvs_recurrent_set(ctx, RECURRENT, TENSORS[t].layer, TENSORS[t].which, row * size, values, size) == KVS_STATUS_OK);
+    }
 }
 
 static kvs_recurrent_state state_of(kvs_context *ctx, kvs_seq_id seq_id) {
@@ -337,13 +165,13 @@ static void generate(kvs_context *ctx, kvs_seq_id a, kvs_seq_id b, uint32_t n) {
     float states[2], moved[8];
     for (uint32_t set = 0; set < rows.n_set; set++) states[set] = sources[set] < 0 ? 0 : get_row(ctx, (uint32_t)sources[set]);
     for (uint32_t i = 0; i < rows.n_move; i++) moved[i] = get_row(ctx, moves[i].from);
-    for (uint32_t i = 0; i < rows.n_move; i++) visit_row(ctx, moves[i].to, put, &moved[i]);
+    for (uint32_t i = 0; i < rows.n_move; i++) set_row(ctx, moves[i].to, moved[i]);
     for (uint32_t set = 0; set < rows.n_set; set++) {
         kvs_pos pos = kvs_memory_seq_pos_max(kvs_get_memory(ctx), seq_ids[set]);
         for (uint32_t left = n; left-- > 0;) {
             pos++;
             states[set] += (float)(pos + 1);
-            if (left <= N_RS_SEQ) visit_row(ctx, left * N_SEQ + rows.head + set, put, &states[set]);
+            if (left <= N_RS_SEQ) set_row(ctx, left * N_SEQ + rows.head + set, states[set]);
         }
     }
     CHECK(kvs_slot_commit(ctx, slot) == KVS_STATUS_OK);
@@ -444,6 +272,27 @@ static void a_hybrid_resumes_at_a_checkpoint(void) {
     generate(ctx, 0, 0, 4);
     check_state(ctx, 0, 12);
     kvs_checkpoints_free(checkpoints);
+    kvs_context_free(ctx);
+}
+
+static void bytes_of_recurrent_states_that_are_not_there_are_refused(void) {
+    kvs_context *ctx = new_hybrid();
+    float row[5] = {7};
+    // 9 rows of 3 elements.
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 0, KVS_RECURRENT_R, 104, row, 8), "offset: 8 bytes at 104 of a plane of 108");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 0, KVS_RECURRENT_R, 108, row, 1), "offset: 1 bytes at 108 of a plane of 108");
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 0, KVS_RECURRENT_R, UINT64_MAX, row, 8), "of a plane of 108");
+    BAD_STATUS(kvs_recurrent_get(ctx, 0, 0, 0, 0, row, 4), "section: 0 is kv, not recurrent");
+    BAD_STATUS(kvs_recurrent_set(ctx, 2, 0, 0, 0, row, 4), "section: 2 is out of range [0, 2)");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 3, 0, 0, row, 4), "layer: 3 is out of range [0, 3)");
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 0, 3, 0, row, 4), "which: 3 is no KVS_RECURRENT_*");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 0, 3, 0, row, 4), "which: 3 is no KVS_RECURRENT_*");
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 1, KVS_RECURRENT_R, 0, row, 4), "which: R, of which layer 1 has no elements");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 2, KVS_RECURRENT_S, 0, row, 4), "which: S, of which layer 2 has no elements");
+    BAD_STATUS(kvs_recurrent_get(ctx, RECURRENT, 0, 0, 0, NULL, 4), "dst: NULL");
+    BAD_STATUS(kvs_recurrent_set(ctx, RECURRENT, 0, 0, 0, NULL, 4), "src: NULL");
+    CHECK(row[0] == 7);
+    CHECK(kvs_recurrent_get(ctx, RECURRENT, 0, KVS_RECURRENT_R, 0, row, 4) == KVS_STATUS_OK && row[0] == 0);
     kvs_context_free(ctx);
 }
 
@@ -576,6 +425,8 @@ static void an_indexer_sits_on_the_cells_of_its_attention_cache(void) {
     ctx = NULL;
     BAD_STATUS(try_new_dsa(-2, 0, &ctx), "sections[1].mirrors: -2, it is -1 or the index of a section");
     BAD_STATUS(try_new_dsa(1, 0, &ctx), "mirrors: 1 is no attention cache before section 1");
+    BAD_STATUS(try_new_dsa(2, 0, &ctx), "mirrors: 2 is no attention cache before section 1");
+    BAD_STATUS(try_new_dsa(INT32_MAX, 0, &ctx), "mirrors: 2147483647 is no attention cache before section 1");
     BAD_STATUS(try_new_dsa(-1, 1, &ctx), "sections[1].reserved: 1, it is 0");
     CHECK(ctx == NULL);
 }
@@ -660,6 +511,10 @@ static void arguments_that_make_no_sense_fail_every_call(void) {
     NO_HANDLE_STATUS(kvs_slot_moves(NULL, RECURRENT, moves, 0));
     NO_HANDLE_STATUS(kvs_recurrent_state_get(NULL, RECURRENT, 0, &s));
     NO_HANDLE_STATUS(kvs_recurrent_plane(NULL, RECURRENT, 0, 0, &plane));
+    NO_HANDLE_STATUS(kvs_recurrent_get(NULL, RECURRENT, 0, 0, 0, sources, 4));
+    NO_HANDLE_STATUS(kvs_recurrent_set(NULL, RECURRENT, 0, 0, 0, sources, 4));
+    NO_HANDLE_STATUS(kvs_dsv4_get(NULL, 0, 0, 0, 0, 0, 0, sources, 4));
+    NO_HANDLE_STATUS(kvs_dsv4_set(NULL, 0, 0, 0, 0, 0, 0, sources, 4));
     NO_HANDLE_STATUS(kvs_dsv4_plane(NULL, 0, 0, 0, 0, 0, &plane));
     NO_HANDLE_STATUS(kvs_dsv4_rollback(NULL, 0, &rollback));
     CHECK(rows.head == 7 && s.pos == 7 && sources[0] == 7 && plane.n_embd == 7 && rollback == 7);
@@ -671,10 +526,10 @@ static void arguments_that_make_no_sense_fail_every_call(void) {
     kvs_context_free(ctx);
 }
 
-MAIN(CASE(a_hybrid_writes_again_what_llama_cpp_wrote), CASE(a_dsv4_memory_writes_again_what_llama_cpp_wrote),
-     CASE(a_dsv4_memory_says_where_its_tensors_are), CASE(a_dsv4_memory_that_makes_no_sense_is_refused),
-     CASE(a_slot_says_which_rows_a_ubatch_reads_and_writes), CASE(the_end_is_cut_off_as_far_as_there_are_rollback_planes),
-     CASE(a_hybrid_resumes_at_a_checkpoint), CASE(states_of_the_caller_are_read_and_written_where_they_are),
+MAIN(CASE(a_hybrid_writes_again_what_llama_cpp_wrote), CASE(a_slot_says_which_rows_a_ubatch_reads_and_writes),
+     CASE(the_end_is_cut_off_as_far_as_there_are_rollback_planes),
+     CASE(a_hybrid_resumes_at_a_checkpoint), CASE(bytes_of_recurrent_states_that_are_not_there_are_refused),
+     CASE(states_of_the_caller_are_read_and_written_where_they_are),
      CASE(recurrent_states_that_make_no_sense_are_refused), CASE(an_indexer_sits_on_the_cells_of_its_attention_cache),
      CASE(a_shared_section_has_nothing_in_a_state), CASE(a_section_is_described_by_what_its_kind_names),
      CASE(arguments_that_make_no_sense_fail_every_call))

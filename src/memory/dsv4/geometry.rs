@@ -66,6 +66,15 @@ pub enum Dsv4Tensor {
     Score,
 }
 
+/// Planes of a state's tensor: more than any engine rolls back is a mistake, which would take memory for every layer.
+pub(crate) fn n_state_planes(n_rs_seq: u32, n_stream: u32) -> std::result::Result<u32, String> {
+    const MOST: u32 = 1 << 16;
+    let planes = n_rs_seq.checked_add(1).and_then(|n| n.checked_mul(n_stream)).filter(|&n| n <= MOST);
+    planes.ok_or_else(|| {
+        format!("{n_rs_seq} rollback planes of {n_stream} streams, at most {MOST} planes in all")
+    })
+}
+
 /// A tensor of the section, with a plane for each stream (K) or for each stream and rollback plane (state).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LayerTensor {
@@ -107,11 +116,8 @@ impl Dsv4Geometry {
         }
         let Dsv4Params { csa, hca, lid, n_rs_seq } = params;
         let compressors = [csa, hca, lid];
-        let planes = n_rs_seq.checked_add(1).and_then(|n| n.checked_mul(streams.n_stream));
-        let Some(n_state_planes) = planes.and_then(|n| usize::try_from(n).ok()) else {
-            let reason = format!("{n_rs_seq} rollback planes of {} streams", streams.n_stream);
-            return bad("n_rs_seq".into(), reason);
-        };
+        let n_state_planes = n_state_planes(n_rs_seq, streams.n_stream)
+            .map_err(|reason| Error::arg(format!("{name}.n_rs_seq"), reason))?;
         let mut k = Vec::new();
         let mut states = Vec::new();
         for (compressor, params) in Dsv4Compressor::ALL.into_iter().zip(&compressors) {
@@ -143,7 +149,7 @@ impl Dsv4Geometry {
             for &il in &params.layers {
                 k.push(tensor(Dsv4Tensor::K, il, row, params.kv_size, streams.n_stream as usize));
                 for which in [Dsv4Tensor::Kv, Dsv4Tensor::Score] {
-                    states.push(tensor(which, il, state, params.state_size, n_state_planes));
+                    states.push(tensor(which, il, state, params.state_size, n_state_planes as usize));
                 }
             }
         }
@@ -157,12 +163,17 @@ impl Dsv4Geometry {
 
     /// A tensor of a compressor in a layer of the model.
     pub fn tensor(&self, (compressor, which): (Dsv4Compressor, Dsv4Tensor), il: u32) -> Result<TensorParams> {
-        let wanted = |t: &&LayerTensor| t.compressor == compressor && t.which == which && t.il == il;
-        let found = self.tensors.iter().find(wanted).map(|tensor| tensor.geometry.into());
-        found.ok_or_else(|| {
+        let found = self.index_of((compressor, which), il);
+        found.map(|at| self.tensors[at].geometry.into()).ok_or_else(|| {
             let layers = &self.compressor(compressor).layers;
             Error::arg("layer", format!("{il} has no {}, the layers {layers:?} have", compressor.name()))
         })
+    }
+
+    /// Its place among all tensors.
+    pub fn index_of(&self, (compressor, which): (Dsv4Compressor, Dsv4Tensor), il: u32) -> Option<usize> {
+        let wanted = |t: &LayerTensor| t.compressor == compressor && t.which == which && t.il == il;
+        self.tensors.iter().position(wanted)
     }
 
     /// The tensors of one kind of a compressor, with their places among all.

@@ -6,8 +6,8 @@
 mod geometry;
 mod state;
 
-pub(crate) use geometry::Dsv4Geometry;
 pub use geometry::{Dsv4Compressor, Dsv4CompressorParams, Dsv4Params, Dsv4Tensor};
+pub(crate) use geometry::{Dsv4Geometry, n_state_planes};
 pub(crate) use state::Dsv4Plan;
 
 use super::geometry::Streams;
@@ -71,10 +71,24 @@ impl Dsv4Cache {
         stream: usize,
         rollback: u32,
     ) -> Option<&Plane> {
-        let wanted = |t: &geometry::LayerTensor| t.compressor == compressor && t.which == which && t.il == il;
-        let at = self.geometry.tensors.iter().position(wanted)?;
         let n_stream = self.geometry.n_stream as usize;
-        self.planes[at].get(rollback as usize * n_stream + stream).filter(|_| stream < n_stream)
+        let at = self.geometry.index_of((compressor, which), il).filter(|_| stream < n_stream)?;
+        self.planes[at].get(rollback as usize * n_stream + stream)
+    }
+
+    /// A plane that somebody writes to: from now on the rows of its sequence may not be zero.
+    pub fn plane_mut(
+        &mut self,
+        (compressor, which): (Dsv4Compressor, Dsv4Tensor),
+        il: u32,
+        seq: Seq,
+        rollback: u32,
+    ) -> Option<&mut Plane> {
+        let at = self.geometry.index_of((compressor, which), il)?;
+        let n_stream = self.geometry.n_stream as usize;
+        let plane = self.planes[at].get_mut(rollback as usize * n_stream + seq.index())?;
+        self.held.insert(seq);
+        Some(plane)
     }
 
     pub fn rollback(&self, seq: Seq) -> u32 {

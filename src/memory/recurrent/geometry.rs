@@ -131,8 +131,12 @@ impl RecurrentGeometry {
 
     /// A tensor of a layer; `None` if the layer has none.
     pub fn tensor(&self, layer: usize, which: RecurrentTensor) -> Option<TensorParams> {
-        let tensor = self.tensors.iter().find(|tensor| tensor.layer == layer && tensor.which == which);
-        tensor.map(|tensor| tensor.geometry.into())
+        self.index_of(layer, which).map(|at| self.tensors[at].geometry.into())
+    }
+
+    /// Its place among all tensors.
+    pub fn index_of(&self, layer: usize, which: RecurrentTensor) -> Option<usize> {
+        self.tensors.iter().position(|tensor| tensor.layer == layer && tensor.which == which)
     }
 
     pub fn place(&self) -> String {

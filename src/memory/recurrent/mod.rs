@@ -82,9 +82,11 @@ impl RecurrentCache {
 
     /// A tensor of a layer; `None` if the layer has none, or one without elements.
     pub fn plane(&self, layer: usize, which: RecurrentTensor) -> Option<&Plane> {
-        let tensors = self.geometry.tensors.iter().zip(&self.planes);
-        let mut of_layer = tensors.filter(|(tensor, _)| tensor.layer == layer && tensor.which == which);
-        of_layer.next().and_then(|(_, plane)| plane.as_ref())
+        self.planes[self.geometry.index_of(layer, which)?].as_ref()
+    }
+
+    pub fn plane_mut(&mut self, layer: usize, which: RecurrentTensor) -> Option<&mut Plane> {
+        self.planes[self.geometry.index_of(layer, which)?].as_mut()
     }
 
     pub fn state(&self, seq: Seq) -> Option<RecurrentState> {
