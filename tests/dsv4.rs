@@ -378,7 +378,7 @@ fn geometries_that_make_no_sense_are_refused_by_name() {
     refused(&|dsv4| dsv4.lid.n_embd_state = 0, "dsv4.lid.n_embd_state: 0");
     refused(&|dsv4| dsv4.csa.layers = vec![3, 3], "dsv4.csa.layers: [3, 3], they ascend");
     refused(&|dsv4| dsv4.csa.k.n_embd = 0, "dsv4.csa.k.n_embd: 0 elements per cell");
-    refused(&|dsv4| dsv4.n_rs_seq = u32::MAX, "dsv4.n_rs_seq: 4294967295 rollback planes of 2 streams");
+    refused(&|dsv4| dsv4.n_rs_seq = u32::MAX, "dsv4.n_rs_seq: 4294967295 rollback planes of 2 streams, at most 65536 planes in all");
     let unified = ContextParams { unified: true, ..params(2, compressed()) };
     let error = Context::new(unified).unwrap_err();
     assert_eq!(error.to_string(), "unified: 1 stream for 2 sequences, DSV4 has one for each");
