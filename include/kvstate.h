@@ -363,7 +363,8 @@ typedef struct kvs_recurrent_params {
 // Every row that is read (kvs_slot_sources, kvs_slot_moves) is read before any is written.
 typedef struct kvs_recurrent_slot {
     // The cell of the first sequence set of the ubatch, those of the others follow it. The ubatch writes the newest state of
-    // each into its cell, and those of the tokens before it k * n_seq_max rows behind that, as far as there are planes.
+    // each into its cell, and those of the tokens before it k * n_seq_max rows behind that, as far as there are planes and tokens: only these count
+    // for kvs_memory_max_cut.
     uint32_t head;
     // Sequence sets: tokens whose sequences are the same, in the order in which the ubatch names them first.
     uint32_t n_set;
@@ -393,8 +394,9 @@ typedef struct kvs_recurrent_state {
     uint32_t row;
     // By how many tokens the sequence was cut back since its last ubatch; the next one ends it.
     uint32_t rollback;
-    // How many rollback planes behind it hold states of the tokens before.
-    uint32_t n_older;
+    // How many rollback planes behind it hold states of the tokens before. -1: the row does not hold the state of pos, for
+    // kvs_memory_seq_rm, which answers as llama.cpp's, has gone further back than states were kept (kvs_memory_max_cut).
+    int32_t n_older;
 } kvs_recurrent_state;
 
 // K or V of one layer in one stream. Rows: cell c is the row at data + c * cell_stride. Transposed V: channel
@@ -511,7 +513,7 @@ typedef struct kvs_context_params {
     uint32_t unified;
     // The sections in write order, which is that of the states that are to be read: full attention before SWA (iSWA), an
     // indexer behind its attention cache, recurrent states behind attention (in hybrids with an indexer before that), and the
-    // compressed half of DSV4 last.
+    // compressed half of DSV4 last. Only indexers and DSV4 are held to it: it is the engine's order that counts.
     const struct kvs_section_params *sections;
     // Number of sections.
     uint32_t n_section;
@@ -1151,8 +1153,12 @@ kvs_status kvs_dsv4_compressor_params_init(struct kvs_dsv4_compressor_params *pa
 kvs_status kvs_dsv4_params_init(struct kvs_dsv4_params *params, size_t struct_size);
 
 // Where a tensor (which: KVS_DSV4_K or _STATE_*) of a compressor (KVS_DSV4_CSA, _HCA, _LID) lies in a layer, by its number in
-// the model: its plane of a stream, and of states of a rollback plane (0: the newest). Row r is cell r. The addresses stay as
+// the model: its plane of a stream, and of states of a rollback plane. Row r is cell r. The addresses stay as
 // long as the context does. Const.
+//
+// A ubatch reads and writes the streams of its sequences, which have their numbers. It goes on from the states in the plane of
+// kvs_dsv4_rollback, leaves the newest ones in plane 0 and those k tokens before in plane k, as far as there are planes and
+// tokens, and writes row pos / ratio of K for each block of ratio positions that ends in it.
 kvs_status kvs_dsv4_plane(const struct kvs_context *ctx,
                           uint32_t compressor,
                           uint32_t which,
@@ -1223,20 +1229,27 @@ void kvs_memory_clear(kvs_memory_t mem,
                       bool data);
 
 // Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the
-// end. False if a section cannot remove just that range (attention always can; a recurrent state goes
-// back by up to n_rs_seq positions, once after a ubatch), or seq_id is out of range.
-bool kvs_memory_seq_rm(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1);
+// end. False, and nothing removed, if a section cannot remove just that range: attention always can; a recurrent or compressed
+// state goes back by up to n_rs_seq positions, once after a ubatch. That is llama.cpp's answer, which does not ask whether
+// there is a state of that position: kvs_memory_max_cut and kvs_memory_can_rewind do. Such an answer is no failure and leaves
+// kvs_last_error alone; a seq_id out of range is one.
+bool kvs_memory_seq_rm(kvs_memory_t mem,
+                       kvs_seq_id seq_id,
+                       kvs_pos p0,
+                       kvs_pos p1);
 
 // Whether kvs_memory_seq_rm would remove just that range. False on failure, too. Const.
 bool kvs_memory_can_seq_rm(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1);
 
 // How many positions can be cut off the end of a sequence so that what is left has its recurrent and compressed states;
 // INT32_MAX: any number. kvs_memory_seq_rm answers as llama.cpp does, which is true for up to n_rs_seq positions, though fewer
-// may have been in the last ubatch, and none since a restore. -1: failed. Const.
+// may have been in the last ubatch, and none since a restore; a sequence that was cut further back cannot go on
+// (kvs_memory_can_rewind) until it is restored or emptied. -1: failed. Const.
 int32_t kvs_memory_max_cut(kvs_memory_t mem,
                            kvs_seq_id seq_id);
 
-// Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well. Between streams the sequence is copied at
+// Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well; a recurrent state, which is of all its positions, whatever
+// the range is. Between streams the sequence is copied at
 // once, cells and data, and replaces seq_id_dst; the range must hold all of it. On failure nothing changes
 // and kvs_last_error says why.
 void kvs_memory_seq_cp(kvs_memory_t mem,
@@ -1245,7 +1258,7 @@ void kvs_memory_seq_cp(kvs_memory_t mem,
                        kvs_pos p0,
                        kvs_pos p1);
 
-// Removes all other sequences from the stream of seq_id (other streams keep theirs, as in llama.cpp).
+// Removes all other sequences (llama.cpp leaves those whose attention cells are in another stream).
 void kvs_memory_seq_keep(kvs_memory_t mem, kvs_seq_id seq_id);
 
 // Adds delta to the positions [p0, p1) of a sequence; K is rotated later, see shift in kvs_context_params.
@@ -1257,12 +1270,16 @@ void kvs_memory_seq_add(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos
 // Divides the positions [p0, p1) of a sequence by d >= 1; as kvs_memory_seq_add otherwise.
 void kvs_memory_seq_div(kvs_memory_t mem, kvs_seq_id seq_id, kvs_pos p0, kvs_pos p1, int32_t d);
 
-// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one: after a partial
-// state was restored into an empty sequence it says nothing about full attention. Const.
-kvs_pos kvs_memory_seq_pos_min(kvs_memory_t mem, kvs_seq_id seq_id);
+// Smallest position of a sequence; -1 if it is empty. Of attention caches that of the SWA section where there is one: after a
+// partial state was restored into an empty sequence it says nothing about full attention. Beside recurrent states the larger
+// one of both, and of DSV4 the largest position. Const.
+kvs_pos kvs_memory_seq_pos_min(kvs_memory_t mem,
+                               kvs_seq_id seq_id);
 
-// Largest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
-kvs_pos kvs_memory_seq_pos_max(kvs_memory_t mem, kvs_seq_id seq_id);
+// Largest position of a sequence; -1 if it is empty. Of the SWA section where there is one; beside recurrent states the smaller
+// one of both. Below the smallest where they have no position in common. Const.
+kvs_pos kvs_memory_seq_pos_max(kvs_memory_t mem,
+                               kvs_seq_id seq_id);
 
 // Whether positions can be shifted: somebody rotates K, and all sections have the same size. Const.
 bool kvs_memory_can_shift(kvs_memory_t mem);

@@ -73,6 +73,22 @@ fn with_rollback_planes_a_hybrid_goes_on_at_the_positions_of_its_last_ubatch() {
 }
 
 #[test]
+fn a_sequence_that_was_cut_to_where_no_state_is_has_no_checkpoint() {
+    let mut ctx = hybrid(3);
+    let mut taken = Checkpoints::new(0, CheckpointsParams::default()).expect("parameters");
+    decode(&mut ctx, 3, 0..8);
+    taken.take(&mut ctx, 8).expect("a checkpoint");
+    decode(&mut ctx, 3, 8..10);
+    assert!(ctx.seq_rm(0, 7, -1).expect("a sequence"), "as llama.cpp answers");
+    let error = taken.take(&mut ctx, 7).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "seq_id: 0, which cannot go on at its end: section recurrent has states to go on at no positions, and none for 7"
+    );
+    assert_eq!(taken.resume(&mut ctx, 7).expect("a sequence"), Resumed { pos: 0, restored: None });
+}
+
+#[test]
 fn a_history_that_diverges_goes_on_at_the_checkpoint_before() {
     for memory in MEMORIES {
         let (mut ctx, mut taken) = with_checkpoints(memory);

@@ -168,6 +168,24 @@ fn as_much_can_be_cut_off_as_the_last_ubatch_had_before_its_last_token() {
 }
 
 #[test]
+fn a_sequence_that_was_cut_to_where_no_state_is_cannot_go_on() {
+    let mut ctx = context(2);
+    decode(&mut ctx, 0, 20);
+    let blob = save(&mut ctx, 0, NONE);
+    decode(&mut ctx, 0, 21);
+    assert!(ctx.seq_rm(0, 20, -1).expect("a sequence"), "as llama.cpp answers");
+    assert!(!ctx.can_rewind(0, 20).expect("a sequence"));
+    ctx.seq_cp(0, 1, -1, -1).expect("sequences");
+    decode(&mut ctx, 0, 23);
+    for seq in [0, 1] {
+        let end = ctx.seq_pos_max(seq).expect("a sequence") + 1;
+        assert!(!ctx.can_rewind(seq, end).expect("a sequence"), "{seq}");
+    }
+    restore(&mut ctx, &blob, 0, NONE);
+    assert!(ctx.can_rewind(0, 20).expect("a sequence"));
+}
+
+#[test]
 fn a_removed_sequence_leaves_no_row_behind() {
     let mut ctx = context(3);
     (0..3).for_each(|seq| decode(&mut ctx, seq, 20));
@@ -374,11 +392,15 @@ fn geometries_that_make_no_sense_are_refused_by_name() {
     };
     refused(&|dsv4| dsv4.csa.ratio = 0, "dsv4.csa.ratio: 0");
     refused(&|dsv4| dsv4.hca.kv_size = 0, "dsv4.hca.kv_size: 0");
+    refused(&|dsv4| dsv4.csa.kv_size = 15, "dsv4.csa.kv_size: 15, 64 positions in rows of 4 need 16");
     refused(&|dsv4| dsv4.lid.state_size = 0, "dsv4.lid.state_size: 0");
     refused(&|dsv4| dsv4.lid.n_embd_state = 0, "dsv4.lid.n_embd_state: 0");
     refused(&|dsv4| dsv4.csa.layers = vec![3, 3], "dsv4.csa.layers: [3, 3], they ascend");
     refused(&|dsv4| dsv4.csa.k.n_embd = 0, "dsv4.csa.k.n_embd: 0 elements per cell");
-    refused(&|dsv4| dsv4.n_rs_seq = u32::MAX, "dsv4.n_rs_seq: 4294967295 rollback planes of 2 streams, at most 65536 planes in all");
+    refused(
+        &|dsv4| dsv4.n_rs_seq = u32::MAX,
+        "dsv4.n_rs_seq: 4294967295 rollback planes of 2 streams, at most 65536 planes in all",
+    );
     let unified = ContextParams { unified: true, ..params(2, compressed()) };
     let error = Context::new(unified).unwrap_err();
     assert_eq!(error.to_string(), "unified: 1 stream for 2 sequences, DSV4 has one for each");

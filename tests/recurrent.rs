@@ -12,7 +12,7 @@ use kvstate::storage::{Plane, PlaneShape};
 use kvstate::types::{Pos, SeqId, StateFlags};
 use kvstate::{Context, ContextParams, Status};
 use recurrence::{after, state_of};
-use support::{NONE, ON_DEVICE, PARTIAL, kv, place, standard};
+use support::{NONE, ON_DEVICE, PARTIAL, kv, place, restore, standard};
 
 fn context(n_seq_max: u32, n_rs_seq: u32) -> Context {
     of(n_seq_max, vec![recurrence::params(n_rs_seq).into()])
@@ -126,6 +126,31 @@ fn as_much_can_be_cut_off_as_the_last_ubatch_had_before_its_last_token() {
     assert!(ctx.seq_rm(0, 11, -1).expect("a sequence"));
     assert_eq!(ctx.max_cut(0).expect("a sequence"), Some(0), "a rollback is pending");
     assert!(ctx.max_cut(3).is_err());
+}
+
+#[test]
+fn a_sequence_that_was_cut_to_where_no_state_is_cannot_go_on() {
+    let mut ctx = hybrid(3, 3);
+    decode(&mut ctx, 3, 0, 0..10);
+    let blob = save(&mut ctx, 0, NONE);
+    decode(&mut ctx, 3, 0, 10..11);
+    assert!(ctx.seq_rm(0, 9, -1).expect("a sequence"), "as llama.cpp answers");
+    let n_older =
+        |ctx: &Context, seq| ctx.recurrent_state(1, seq).expect("a section").expect("a state").n_older;
+    assert_eq!(n_older(&ctx, 0), None);
+    assert!(!ctx.can_rewind(0, 9).expect("a sequence"));
+    assert_eq!(ctx.rewind_pos(0, 9).expect("a sequence"), 0);
+    let obstacle = ctx.rewind_obstacle(0, 9).expect("a sequence").expect("an obstacle");
+    assert_eq!(obstacle.to_string(), "section recurrent has states to go on at no positions, and none for 9");
+
+    // What is copied or computed from it is no better, until it is restored.
+    ctx.seq_cp(0, 1, -1, -1).expect("sequences");
+    decode(&mut ctx, 3, 0, 9..12);
+    assert_eq!([0, 1].map(|seq| n_older(&ctx, seq)), [None, None]);
+    assert!(!ctx.can_rewind(0, 12).expect("a sequence"));
+    restore(&mut ctx, &blob, 0, NONE);
+    assert_eq!(n_older(&ctx, 0), Some(0));
+    assert!(ctx.can_rewind(0, 10).expect("a sequence"));
 }
 
 #[test]

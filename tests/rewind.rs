@@ -83,6 +83,27 @@ fn the_first_token_of_a_chunk_needs_nothing_of_the_chunks_before() {
 }
 
 #[test]
+fn a_window_with_a_gap_has_what_is_behind_the_gap() {
+    // A checkpoint of 0 and 1 restored over a longer sequence that was not cut, so that full attention has 0 to 21.
+    let mut ctx = support::context(2, &[kv(64), windowed(64, SwaType::Chunked, N_SWA)]);
+    generate(&mut ctx, 0, 0..2);
+    let checkpoint = save(&mut ctx, 0, PARTIAL);
+    generate(&mut ctx, 0, 2..22);
+    restore(&mut ctx, &checkpoint, 0, PARTIAL);
+    assert_eq!(obstacle(&ctx, 16), Some(gone("swa", 16, (15, 15), Some((0, 1)))));
+    assert_eq!(ctx.rewind_pos(0, 20).expect("a position"), 2);
+
+    // An engine that goes on at the chunk all the same.
+    assert!(ctx.seq_rm(0, 16, -1).expect("a removal"));
+    generate(&mut ctx, 0, 16..20);
+    assert_eq!(positions(&ctx, 1, 0), [0, 1, 16, 17, 18, 19]);
+    assert_eq!(obstacle(&ctx, 20), None);
+    for pos in 3..8 {
+        assert_eq!(obstacle(&ctx, pos), Some(gone("swa", pos, (0, pos - 1), Some((16, 19)))));
+    }
+}
+
+#[test]
 fn masked_cells_that_are_still_there_can_be_gone_back_to() {
     for swa_type in WINDOWS {
         let mut ctx = support::context(2, &[kv(64), windowed(64, swa_type, N_SWA)]);

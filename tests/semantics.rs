@@ -626,13 +626,23 @@ fn seq_cp_between_streams_copies_a_whole_sequence_at_once() {
 }
 
 #[test]
-fn seq_keep_leaves_one_sequence_in_its_stream() {
+fn seq_keep_leaves_one_sequence() {
     let mut context = full(16);
     decode(&mut context, 0, 0..3);
     decode(&mut context, 1, 0..4);
     context.seq_cp(1, 2, -1, -1).unwrap();
     context.seq_keep(1).unwrap();
     assert_eq!([0, 1, 2].map(|seq_id| context.seq_pos_max(seq_id).unwrap()), [-1, 3, -1]);
+}
+
+#[test]
+fn seq_keep_leaves_no_other_sequence_in_another_stream() {
+    let params = ContextParams { unified: false, ..params(2, &[kv(16, Swa::NONE)]) };
+    let mut context = place::context(params).unwrap();
+    decode(&mut context, 0, 0..3);
+    decode(&mut context, 1, 0..4);
+    context.seq_keep(1).unwrap();
+    assert_eq!([0, 1].map(|seq_id| context.seq_pos_max(seq_id).unwrap()), [-1, 3]);
 }
 
 #[test]

@@ -47,7 +47,7 @@ pub struct kvs_context_params {
     pub unified: u32,
     /// The sections in write order, which is that of the states that are to be read: full attention before SWA (iSWA), an
     /// indexer behind its attention cache, recurrent states behind attention (in hybrids with an indexer before that), and the
-    /// compressed half of DSV4 last.
+    /// compressed half of DSV4 last. Only indexers and DSV4 are held to it: it is the engine's order that counts.
     pub sections: *const kvs_section_params,
     /// Number of sections.
     pub n_section: u32,

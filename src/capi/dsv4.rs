@@ -151,8 +151,12 @@ pub const KVS_DSV4_STATE_KV: u32 = 1;
 pub const KVS_DSV4_STATE_SCORE: u32 = 2;
 
 /// Where a tensor (which: KVS_DSV4_K or _STATE_*) of a compressor (KVS_DSV4_CSA, _HCA, _LID) lies in a layer, by its number in
-/// the model: its plane of a stream, and of states of a rollback plane (0: the newest). Row r is cell r. The addresses stay as
+/// the model: its plane of a stream, and of states of a rollback plane. Row r is cell r. The addresses stay as
 /// long as the context does. Const.
+///
+/// A ubatch reads and writes the streams of its sequences, which have their numbers. It goes on from the states in the plane of
+/// kvs_dsv4_rollback, leaves the newest ones in plane 0 and those k tokens before in plane k, as far as there are planes and
+/// tokens, and writes row pos / ratio of K for each block of ratio positions that ends in it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_dsv4_plane(
     ctx: *const kvs_context,

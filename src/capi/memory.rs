@@ -25,8 +25,10 @@ pub unsafe extern "C" fn kvs_memory_clear(mem: kvs_memory_t, data: bool) {
 }
 
 /// Removes the positions [p0, p1) of a sequence. seq_id < 0: of every sequence; p0 < 0: from 0; p1 < 0: to the
-/// end. False if a section cannot remove just that range (attention always can; a recurrent state goes
-/// back by up to n_rs_seq positions, once after a ubatch), or seq_id is out of range.
+/// end. False, and nothing removed, if a section cannot remove just that range: attention always can; a recurrent or compressed
+/// state goes back by up to n_rs_seq positions, once after a ubatch. That is llama.cpp's answer, which does not ask whether
+/// there is a state of that position: kvs_memory_max_cut and kvs_memory_can_rewind do. Such an answer is no failure and leaves
+/// kvs_last_error alone; a seq_id out of range is one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_seq_rm(
     mem: kvs_memory_t,
@@ -52,7 +54,8 @@ pub unsafe extern "C" fn kvs_memory_can_seq_rm(
 
 /// How many positions can be cut off the end of a sequence so that what is left has its recurrent and compressed states;
 /// INT32_MAX: any number. kvs_memory_seq_rm answers as llama.cpp does, which is true for up to n_rs_seq positions, though fewer
-/// may have been in the last ubatch, and none since a restore. -1: failed. Const.
+/// may have been in the last ubatch, and none since a restore; a sequence that was cut further back cannot go on
+/// (kvs_memory_can_rewind) until it is restored or emptied. -1: failed. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_max_cut(mem: kvs_memory_t, seq_id: kvs_seq_id) -> i32 {
     // SAFETY: a memory handle is its context's.
@@ -62,7 +65,8 @@ pub unsafe extern "C" fn kvs_memory_max_cut(mem: kvs_memory_t, seq_id: kvs_seq_i
     })
 }
 
-/// Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well. Between streams the sequence is copied at
+/// Gives the cells of seq_id_src in [p0, p1) to seq_id_dst as well; a recurrent state, which is of all its positions, whatever
+/// the range is. Between streams the sequence is copied at
 /// once, cells and data, and replaces seq_id_dst; the range must hold all of it. On failure nothing changes
 /// and kvs_last_error says why.
 #[unsafe(no_mangle)]
@@ -79,7 +83,7 @@ pub unsafe extern "C" fn kvs_memory_seq_cp(
     });
 }
 
-/// Removes all other sequences from the stream of seq_id (other streams keep theirs, as in llama.cpp).
+/// Removes all other sequences (llama.cpp leaves those whose attention cells are in another stream).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_seq_keep(mem: kvs_memory_t, seq_id: kvs_seq_id) {
     // SAFETY: a memory handle is its context's.
@@ -117,15 +121,17 @@ pub unsafe extern "C" fn kvs_memory_seq_div(
     value_or((), || unsafe { with_context_mut(mem.cast(), |context| context.seq_div(seq_id, p0, p1, d)) });
 }
 
-/// Smallest position of a sequence; -1 if it is empty. Of the SWA section where there is one: after a partial
-/// state was restored into an empty sequence it says nothing about full attention. Const.
+/// Smallest position of a sequence; -1 if it is empty. Of attention caches that of the SWA section where there is one: after a
+/// partial state was restored into an empty sequence it says nothing about full attention. Beside recurrent states the larger
+/// one of both, and of DSV4 the largest position. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_seq_pos_min(mem: kvs_memory_t, seq_id: kvs_seq_id) -> kvs_pos {
     // SAFETY: a memory handle is its context's.
     value_or(-1, || unsafe { with_context(mem.cast(), |context| context.seq_pos_min(seq_id)) })
 }
 
-/// Largest position of a sequence; -1 if it is empty. Of the SWA section where there is one. Const.
+/// Largest position of a sequence; -1 if it is empty. Of the SWA section where there is one; beside recurrent states the smaller
+/// one of both. Below the smallest where they have no position in common. Const.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_memory_seq_pos_max(mem: kvs_memory_t, seq_id: kvs_seq_id) -> kvs_pos {
     // SAFETY: a memory handle is its context's.

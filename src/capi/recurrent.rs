@@ -124,7 +124,8 @@ pub unsafe extern "C" fn kvs_recurrent_params_init(
 #[derive(Clone, Copy)]
 pub struct kvs_recurrent_slot {
     /// The cell of the first sequence set of the ubatch, those of the others follow it. The ubatch writes the newest state of
-    /// each into its cell, and those of the tokens before it k * n_seq_max rows behind that, as far as there are planes.
+    /// each into its cell, and those of the tokens before it k * n_seq_max rows behind that, as far as there are planes and tokens: only these count
+    /// for kvs_memory_max_cut.
     pub head: u32,
     /// Sequence sets: tokens whose sequences are the same, in the order in which the ubatch names them first.
     pub n_set: u32,
@@ -152,8 +153,9 @@ pub struct kvs_recurrent_state {
     pub row: u32,
     /// By how many tokens the sequence was cut back since its last ubatch; the next one ends it.
     pub rollback: u32,
-    /// How many rollback planes behind it hold states of the tokens before.
-    pub n_older: u32,
+    /// How many rollback planes behind it hold states of the tokens before. -1: the row does not hold the state of pos, for
+    /// kvs_memory_seq_rm, which answers as llama.cpp's, has gone further back than states were kept (kvs_memory_max_cut).
+    pub n_older: i32,
 }
 
 /// The recurrent part of a slot. Const.
@@ -227,7 +229,7 @@ pub unsafe extern "C" fn kvs_recurrent_state_get(
             pos: state.pos,
             row: state.row,
             rollback: state.rollback,
-            n_older: state.n_older,
+            n_older: state.n_older.map_or(-1, u32::cast_signed),
         });
         Ok(())
     })

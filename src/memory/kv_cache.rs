@@ -150,8 +150,9 @@ impl KvCache {
         storage::copy_cells(to_k.iter_mut().zip(from_k.iter()).chain(v).collect(), &map, transfer)
     }
 
+    /// In every stream; llama.cpp looks at that of `seq` only.
     pub fn seq_keep(&mut self, seq: Seq) {
-        self.seq_cells_mut(seq).seq_keep(seq);
+        self.cells.iter_mut().for_each(|cells| cells.seq_keep(seq));
     }
 
     /// Whether [`KvCache::seq_add`] can be done.

@@ -94,10 +94,13 @@ impl Memory {
         Ok(())
     }
 
-    /// The header of a DSV4 state is that of all its sections.
+    /// The header of a DSV4 state is that of all its sections, and the compressed rows are those of all positions.
     fn check_dsv4(&self) -> Result<()> {
         match (self.dsv4(), &self.sections[..]) {
-            (None, _) | (_, [Section::Kv(_), Section::Kv(_), Section::Dsv4(_)]) => Ok(()),
+            (None, _) => Ok(()),
+            (_, [Section::Kv(base), Section::Kv(_), Section::Dsv4(dsv4)]) => {
+                dsv4.geometry.check_rows(base.geometry.kv_size)
+            }
             (Some(_), sections) => {
                 let names: Vec<_> = sections.iter().map(Section::name).collect();
                 let reason = format!(

@@ -1,11 +1,12 @@
 //! From which positions a sequence can go on: what servers ask before they cut a history.
 //!
 //! A position is usable if every token of the rest sees what it saw before: a section that has dropped cells which a token
-//! there would attend to must say so. Sections drop cells from the oldest on and make no gaps, so the smallest and largest
-//! positions tell. Gaps that a caller made are his own.
+//! there would attend to must say so. What a window has lost shows beside full attention, which drops nothing: the positions that
+//! both have from the end back. Gaps that a caller made are his own.
 
 use super::kv_write::{Scope, WriteParams};
 use super::{Dsv4Cache, KvCache, Memory, RecurrentCache, Section};
+use crate::cells::Cells;
 use crate::error::{Error, Result};
 use crate::types::{Pos, PosRange, Seq, StateFlags, Swa};
 
@@ -54,8 +55,8 @@ fn words(has: Option<(Pos, Pos)>) -> String {
 pub(crate) enum Reach {
     /// First and last position that a window, or full attention, can look back on.
     Kv { swa: Swa, has: Option<(Pos, Pos)> },
-    /// First and last position to go on at, behind the states that are there.
-    States { has: Option<(Pos, Pos)> },
+    /// The position of the state, and first and last position to go on at, behind the states that are there.
+    States { pos_max: Option<Pos>, has: Option<(Pos, Pos)> },
     /// It has nothing, and needs nothing.
     Nothing,
 }
@@ -81,13 +82,13 @@ impl std::fmt::Display for Shape {
 }
 
 impl Reach {
-    /// Behind the state of `pos_max`, or up to `max_cut` positions before that.
-    fn of_states(pos_max: Option<Pos>, max_cut: u32) -> Self {
-        let has = pos_max.map(|pos| {
+    /// Behind the state of `pos_max`, if it is there, or up to `max_cut` positions before that.
+    fn of_states(pos_max: Option<Pos>, is_there: bool, max_cut: u32) -> Self {
+        let has = pos_max.filter(|_| is_there).map(|pos| {
             let last = pos.saturating_add(1);
             (last.saturating_sub_unsigned(max_cut).max(1), last)
         });
-        Self::States { has }
+        Self::States { pos_max, has }
     }
 
     fn shape(self) -> Shape {
@@ -103,7 +104,7 @@ impl Reach {
     fn positions(self) -> Option<(Pos, Pos)> {
         match self {
             Self::Kv { has, .. } => has,
-            Self::States { has } => has.map(|(_, last)| (last - 1, last - 1)),
+            Self::States { pos_max, .. } => pos_max.map(|pos| (pos, pos)),
             Self::Nothing => None,
         }
     }
@@ -117,11 +118,14 @@ impl Reach {
         let section = || section.to_owned();
         match self {
             Self::Kv { swa, has } => {
-                let need = swa.seen_before(pos)?;
+                // The first token of a chunk sees nothing; what ends before it would be a gap from then on.
+                let ends_before = |(_, last): &(Pos, Pos)| *last < pos - 1;
+                let last_one = || has.filter(ends_before).map(|_| (pos - 1, pos - 1));
+                let need = swa.seen_before(pos).or_else(last_one)?;
                 let is_whole = has.is_some_and(|(first, last)| first <= need.0 && last >= need.1);
                 (!is_whole).then(|| RewindObstacle::CellsGone { section: section(), pos, need, has })
             }
-            Self::States { has } => {
+            Self::States { has, .. } => {
                 let is_there = pos == 0 || has.is_some_and(|(first, last)| (first..=last).contains(&pos));
                 (!is_there).then(|| RewindObstacle::NoState { section: section(), pos, has })
             }
@@ -141,7 +145,7 @@ impl Reach {
                     .filter(|&pos| self.obstacle("", pos).is_none());
                 usable.max().unwrap_or(0)
             }
-            Self::States { has } => {
+            Self::States { has, .. } => {
                 has.filter(|&(first, _)| first <= at_most).map_or(0, |(_, last)| last.min(at_most))
             }
             Self::Nothing => at_most,
@@ -149,18 +153,44 @@ impl Reach {
     }
 }
 
+/// First and last position of the longest end of `entries`, cells of a window by position, in which nothing is missing that `all`
+/// has.
+fn whole_end(entries: &[(Pos, u32)], all: Option<&Cells>, seq: Seq) -> Option<(Pos, Pos)> {
+    let (&(first, _), &(last, _)) = entries.first().zip(entries.last())?;
+    let range = PosRange { p0: first, p1: i64::from(last) + 1 };
+    let all = all.map_or(&[][..], |all| all.seq_cells(seq, range));
+    if all.len() == entries.len() {
+        return Some((first, last));
+    }
+    let mut left = all.iter().map(|&(pos, _)| pos).rev().peekable();
+    let is_there = move |pos: &Pos| {
+        let is_missing = left.peek().is_some_and(|other| other > pos);
+        left.next_if_eq(pos);
+        !is_missing
+    };
+    let first = entries.iter().map(|&(pos, _)| pos).rev().take_while(is_there).last();
+    first.map(|first| (first, last))
+}
+
 impl KvCache {
-    fn reach(&self, seq: Seq) -> Reach {
-        Reach::Kv { swa: self.geometry.swa, has: self.seq_pos_min(seq).zip(self.seq_pos_max(seq)) }
+    /// `all`: the cells of full attention, if there is such a section.
+    fn reach(&self, seq: Seq, all: Option<&Cells>) -> Reach {
+        let swa = self.geometry.swa;
+        let has = if swa.is_none() {
+            self.seq_pos_min(seq).zip(self.seq_pos_max(seq))
+        } else {
+            whole_end(self.seq_cells(seq).seq_cells(seq, PosRange::ALL), all, seq)
+        };
+        Reach::Kv { swa, has }
     }
 
     /// As it is after a restore of the state that would be written now; `None` where that has nothing of the section.
-    fn saved_reach(&self, seq: Seq, params: WriteParams) -> Option<Reach> {
+    fn saved_reach(&self, seq: Seq, params: WriteParams, all: Option<&Cells>) -> Option<Reach> {
         let swa = self.geometry.swa;
         self.geometry.writes(params.flags).then(|| {
             let entries = self.seq_cells(seq).seq_cells(seq, PosRange::ALL);
             let kept = &entries[params.first_kept(entries, swa)..];
-            Reach::Kv { swa, has: kept.first().zip(kept.last()).map(|(first, last)| (first.0, last.0)) }
+            Reach::Kv { swa, has: whole_end(kept, all, seq) }
         })
     }
 }
@@ -168,7 +198,8 @@ impl KvCache {
 impl RecurrentCache {
     fn reach(&self, seq: Seq) -> Reach {
         if self.has_planes() {
-            Reach::of_states(self.seq_pos(seq), self.max_cut(seq).unwrap_or(0))
+            let is_there = self.state(seq).is_some_and(|state| state.n_older.is_some());
+            Reach::of_states(self.seq_pos(seq), is_there, self.max_cut(seq).unwrap_or(0))
         } else {
             Reach::Nothing
         }
@@ -178,25 +209,35 @@ impl RecurrentCache {
 impl Dsv4Cache {
     /// `pos_max`: of the raw cache.
     fn reach(&self, seq: Seq, pos_max: Option<Pos>) -> Reach {
-        Reach::of_states(pos_max.filter(|_| self.holds(seq)), self.max_cut(seq))
+        Reach::of_states(pos_max.filter(|_| self.holds(seq)), self.is_there(seq), self.max_cut(seq))
     }
 }
 
+/// What a section's cells are held against.
+#[derive(Clone, Copy)]
+struct Neighbours<'a> {
+    full_attention: Option<&'a Cells>,
+    /// The last position of DSV4's raw cache.
+    raw_pos_max: Option<Pos>,
+}
+
 impl Section {
-    fn reach(&self, seq: Seq, raw_pos_max: Option<Pos>) -> Reach {
+    fn reach(&self, seq: Seq, of: Neighbours<'_>) -> Reach {
         match self {
-            Self::Kv(kv) => kv.reach(seq),
+            Self::Kv(kv) => kv.reach(seq, of.full_attention),
             Self::Recurrent(recurrent) => recurrent.reach(seq),
-            Self::Dsv4(dsv4) => dsv4.reach(seq, raw_pos_max),
+            Self::Dsv4(dsv4) => dsv4.reach(seq, of.raw_pos_max),
             Self::Shared => Reach::Nothing,
         }
     }
 
-    fn saved_reach(&self, seq: Seq, params: WriteParams, raw_pos_max: Option<Pos>) -> Option<Reach> {
-        match (self, self.reach(seq, raw_pos_max)) {
-            (Self::Kv(kv), _) => kv.saved_reach(seq, params),
+    fn saved_reach(&self, seq: Seq, params: WriteParams, of: Neighbours<'_>) -> Option<Reach> {
+        match (self, self.reach(seq, of)) {
+            (Self::Kv(kv), _) => kv.saved_reach(seq, params, of.full_attention),
             // One state is saved, the one that the sequence has now.
-            (_, Reach::States { has }) => Some(Reach::States { has: has.map(|(_, last)| (last, last)) }),
+            (_, Reach::States { pos_max, has }) => {
+                Some(Reach::States { pos_max, has: has.map(|(_, last)| (last, last)) })
+            }
             (_, reach) => Some(reach),
         }
     }
@@ -206,7 +247,9 @@ impl Section {
         match (self, saved) {
             (_, None) => live,
             // Compressed rows are not in a partial state: those in the cache have to reach as far.
-            (Self::Dsv4(_), Some(saved)) if live.pos_max() < saved.pos_max() => Reach::States { has: None },
+            (Self::Dsv4(_), Some(saved)) if live.pos_max() < saved.pos_max() => {
+                Reach::States { pos_max: live.pos_max(), has: None }
+            }
             (_, Some(saved)) => saved,
         }
     }
@@ -250,10 +293,18 @@ impl SeqReach<'_> {
 }
 
 impl Memory {
+    fn neighbours(&self, seq: Seq) -> Neighbours<'_> {
+        let mut full_attention = self.kv_caches().filter(|kv| kv.geometry.swa.is_none());
+        Neighbours {
+            full_attention: full_attention.next().map(|kv| kv.seq_cells(seq)),
+            raw_pos_max: self.raw_pos_max(Some(seq)),
+        }
+    }
+
     /// From where `seq` can go on as it is.
     pub fn reach(&self, seq: Seq) -> SeqReach<'_> {
-        let raw_pos_max = self.raw_pos_max(Some(seq));
-        let of_section = |section: &Section| section.reach(seq, raw_pos_max);
+        let of = self.neighbours(seq);
+        let of_section = |section: &Section| section.reach(seq, of);
         SeqReach(self.sections.iter().map(|section| (section.name(), of_section(section))).collect())
     }
 
@@ -270,10 +321,8 @@ impl Memory {
     pub fn saved_reach(&self, seq: Seq) -> SavedReach {
         let flags = StateFlags::PARTIAL_ONLY;
         let params = WriteParams { scope: Scope::Seq(seq), flags, max_masked_cells: None };
-        let raw_pos_max = self.raw_pos_max(Some(seq));
-        SavedReach(
-            self.sections.iter().map(|section| section.saved_reach(seq, params, raw_pos_max)).collect(),
-        )
+        let of = self.neighbours(seq);
+        SavedReach(self.sections.iter().map(|section| section.saved_reach(seq, params, of)).collect())
     }
 
     /// Whether a partial state is of sections like these: what it can be cut to depends on their kinds and windows.

@@ -157,6 +157,19 @@ impl Dsv4Geometry {
         Ok(Self { name: name.to_owned(), n_stream: streams.n_stream, n_rs_seq, compressors, tensors: k })
     }
 
+    /// Whether there is a row for every block of as many positions.
+    pub fn check_rows(&self, n_pos: u32) -> Result<()> {
+        for (compressor, params) in Dsv4Compressor::ALL.into_iter().zip(&self.compressors) {
+            let need = n_pos / params.ratio;
+            if params.kv_size < need && !params.layers.is_empty() {
+                let reason =
+                    format!("{}, {n_pos} positions in rows of {} need {need}", params.kv_size, params.ratio);
+                return Err(Error::arg(format!("{}.{}.kv_size", self.name, compressor.name()), reason));
+            }
+        }
+        Ok(())
+    }
+
     pub fn compressor(&self, which: Dsv4Compressor) -> &Dsv4CompressorParams {
         &self.compressors[which as usize]
     }

@@ -42,7 +42,8 @@ pub(crate) struct Dsv4Cache {
     /// By sequence: how many tokens before the newest its state is; above 0 it is pending.
     rollback: Vec<u32>,
     /// By sequence: how many rollback planes behind its state hold states of the tokens before.
-    n_older: Vec<u32>,
+    /// `None`: not even the state is there, as in recurrent sections.
+    n_older: Vec<Option<u32>>,
     /// The sequences whose rows may not be zero.
     held: SeqSet,
 }
@@ -56,7 +57,8 @@ impl Dsv4Cache {
             SectionMemory::Devices(devices) => allocated(&geometry, |il| devices.get(il as usize).copied())?,
         };
         let none = vec![0; streams.n_stream as usize];
-        Ok(Self { geometry, planes, rollback: none.clone(), n_older: none, held: SeqSet::EMPTY })
+        let n_older = vec![Some(0); none.len()];
+        Ok(Self { geometry, planes, rollback: none, n_older, held: SeqSet::EMPTY })
     }
 
     pub fn planes(&self) -> impl Iterator<Item = &Plane> {
@@ -103,14 +105,14 @@ impl Dsv4Cache {
 
     pub fn zero_all(&mut self, transfer: &Transfer) -> Result<()> {
         self.rollback.fill(0);
-        self.n_older.fill(0);
+        self.n_older.fill(Some(0));
         self.planes.iter_mut().flatten().try_for_each(|plane| plane.zero_all(transfer))?;
         self.held = SeqSet::EMPTY;
         Ok(())
     }
 
     fn zero(&mut self, seq: Seq, transfer: &Transfer) -> Result<()> {
-        (self.rollback[seq.index()], self.n_older[seq.index()]) = (0, 0);
+        (self.rollback[seq.index()], self.n_older[seq.index()]) = (0, Some(0));
         if self.held.contains(seq) {
             self.stream_mut(seq.index()).try_for_each(|plane| plane.zero_all(transfer))?;
             self.held.remove(seq);
@@ -144,7 +146,8 @@ impl Dsv4Cache {
         match (Self::cut(seq, range, pos_max), seq) {
             (Some((seq, n)), _) => {
                 self.rollback[seq.index()] = n;
-                self.n_older[seq.index()] = self.n_older[seq.index()].saturating_sub(n);
+                let n_older = &mut self.n_older[seq.index()];
+                *n_older = n_older.and_then(|older| older.checked_sub(n));
             }
             (None, Some(seq)) if range.p0 <= 0 => self.zero(seq, transfer)?,
             (None, None) => self.zero_all(transfer)?,
@@ -189,7 +192,12 @@ impl Dsv4Cache {
 
     /// How many positions can be cut off the end of a sequence so that its states are there.
     pub fn max_cut(&self, seq: Seq) -> u32 {
-        if self.rollback(seq) > 0 { 0 } else { self.n_older[seq.index()] }
+        self.n_older[seq.index()].filter(|_| self.rollback(seq) == 0).unwrap_or(0)
+    }
+
+    /// Whether the state of the sequence is one of its positions, and not of others that `seq_rm` took off.
+    pub fn is_there(&self, seq: Seq) -> bool {
+        self.held.contains(seq) && self.n_older[seq.index()].is_some()
     }
 
     /// A ubatch has tokens of these sequences: their rollbacks end.
@@ -197,7 +205,8 @@ impl Dsv4Cache {
         for &SequenceSet { seqs, n_tokens, .. } in sets {
             for seq in seqs.iter() {
                 self.rollback[seq.index()] = 0;
-                self.n_older[seq.index()] = n_tokens.saturating_sub(1).min(self.geometry.n_rs_seq);
+                let n_older = &mut self.n_older[seq.index()];
+                *n_older = n_older.map(|_| n_tokens.saturating_sub(1).min(self.geometry.n_rs_seq));
                 self.held.insert(seq);
             }
         }

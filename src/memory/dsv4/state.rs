@@ -128,7 +128,7 @@ impl Dsv4Cache {
 
     pub fn state_apply(&mut self, plan: &Dsv4Plan<'_>) {
         for seq in plan.seqs(self.geometry.n_stream) {
-            (self.rollback[seq.index()], self.n_older[seq.index()]) = (0, 0);
+            (self.rollback[seq.index()], self.n_older[seq.index()]) = (0, Some(0));
             self.held.insert(seq);
         }
     }

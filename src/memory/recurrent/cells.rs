@@ -15,8 +15,9 @@ pub(crate) struct Tail {
     /// How many tokens before the cell's newest state it is: the number of its rollback plane. Above 0 it is pending: the
     /// next ubatch begins with that plane's row.
     pub rollback: u32,
-    /// How many rollback planes behind it hold states of the tokens before.
-    pub n_older: u32,
+    /// How many rollback planes behind its row hold states of the tokens before. `None`: its own row does not hold the state of
+    /// `pos`, since `seq_rm` went further back than states are kept, nor do those that an engine has computed from it since.
+    pub n_older: Option<u32>,
 }
 
 /// A state, and the sequences that have it.
@@ -188,7 +189,7 @@ impl RecurrentCells {
             Removal::Cut { pos, rollback } => {
                 if let Some(tail) = &mut self.tails[seq.index()] {
                     (tail.pos, tail.rollback) = (pos, rollback);
-                    tail.n_older = tail.n_older.saturating_sub(rollback);
+                    tail.n_older = tail.n_older.and_then(|n| n.checked_sub(rollback));
                 }
             }
             Removal::Nothing | Removal::Refused => {}
@@ -302,7 +303,8 @@ impl RecurrentCells {
                     cell
                 }
             };
-            let n_older = n_tokens.saturating_sub(1).min(self.n_rs_seq);
+            let is_lost = tail.is_some_and(|tail| tail.n_older.is_none());
+            let n_older = (!is_lost).then(|| n_tokens.saturating_sub(1).min(self.n_rs_seq));
             after.tails[seq.index()] = Some(Tail { cell, pos, rollback: 0, n_older });
             min = min.min(cell);
         }
@@ -338,7 +340,7 @@ impl RecurrentCells {
     pub fn of_states(&self, states: &[(SeqSet, Pos)]) -> Self {
         let mut cells = Self::new(self.size(), self.n_rs_seq);
         for (&(seqs, pos), cell) in states.iter().zip(0..) {
-            let tail = Tail { cell, pos, rollback: 0, n_older: 0 };
+            let tail = Tail { cell, pos, rollback: 0, n_older: Some(0) };
             seqs.iter().for_each(|seq| cells.tails[seq.index()] = Some(tail));
         }
         cells

@@ -40,8 +40,9 @@ pub struct RecurrentState {
     pub row: u32,
     /// By how many tokens the sequence was cut back since its last ubatch; the next one ends it.
     pub rollback: u32,
-    /// How many rollback planes behind it hold states of the tokens before.
-    pub n_older: u32,
+    /// How many rollback planes behind it hold states of the tokens before. `None`: its row does not hold the state of `pos`, for
+    /// `seq_rm`, which answers as llama.cpp's, has gone further back than states were kept.
+    pub n_older: Option<u32>,
 }
 
 /// A recurrent section.
@@ -102,7 +103,7 @@ impl RecurrentCache {
     /// How many positions can be cut off the end of a sequence so that its state is there; `None`: any.
     pub fn max_cut(&self, seq: Seq) -> Option<u32> {
         let tail = self.cells.tail(seq).filter(|_| self.has_planes())?;
-        Some(if tail.rollback > 0 { 0 } else { tail.n_older })
+        Some(tail.n_older.filter(|_| tail.rollback == 0).unwrap_or(0))
     }
 
     pub fn forget(&mut self) {
