@@ -159,6 +159,7 @@ fn whole_end(entries: &[(Pos, u32)], all: Option<&Cells>, seq: Seq) -> Option<(P
     let (&(first, _), &(last, _)) = entries.first().zip(entries.last())?;
     let range = PosRange { p0: first, p1: i64::from(last) + 1 };
     let all = all.map_or(&[][..], |all| all.seq_cells(seq, range));
+    // Sections are filled together, so as many are the same ones: the usual case, without a look at each.
     if all.len() == entries.len() {
         return Some((first, last));
     }

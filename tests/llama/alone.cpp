@@ -184,7 +184,7 @@ void alone_removes(const Case &the_case, const std::string &leg, const Results &
         report.equal(what + ", pos_max", kvs_memory_seq_pos_max(memory, 1), results.number("pos_max_" + name));
     }
     // Attention gives up any cell; a recurrent or compressed state is of all its positions.
-    const bool is_cut = sections_of(model.memory).find_first_of("rc") == std::string::npos;
-    report.holds("alone, from " + leg + ": ranges that cannot be removed", (refused == 0) == is_cut,
-                 std::to_string(refused), is_cut ? "0" : "some");
+    const bool removes_any_range = sections_of(model.memory).find_first_of("rc") == std::string::npos;
+    report.holds("alone, from " + leg + ": ranges that cannot be removed", (refused == 0) == removes_any_range,
+                 std::to_string(refused), removes_any_range ? "0" : "some");
 }

@@ -1,6 +1,6 @@
 //! Whose state a slot file holds, compared before anything changes.
 
-use super::geometry::geometry_of;
+use super::geometry::{geometry_of, kind_name};
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Identity, Integrity, SectionGeometry, Tag, TensorShape, crc32c_append};
@@ -43,14 +43,7 @@ fn check_geometry(file: &[SectionGeometry], context: &Context) -> Result<()> {
 
 fn check_section(file: &SectionGeometry, cache: &SectionGeometry, name: &str) -> Result<()> {
     let section = || format!("section {name}");
-    let kind = |kind: &u32| match kind {
-        1 => "attention".to_owned(),
-        2 => "recurrent".to_owned(),
-        3 => "shared".to_owned(),
-        4 => "dsv4".to_owned(),
-        other => format!("{other}, unknown"),
-    };
-    same("kind of section", &file.kind, &cache.kind, kind, section)?;
+    same("kind of section", &file.kind, &cache.kind, |kind| kind_name(*kind), section)?;
     // One that is not named is 0.
     let value = |settings: &[(Tag, u32)], tag| {
         settings.iter().find(|(other, _)| *other == tag).map_or(0, |(_, value)| *value)
