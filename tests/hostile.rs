@@ -666,14 +666,17 @@ fn a_lie_in_a_field_is_refused_with_the_field_and_both_values() {
             "incompatible V transposition: the state has 2, the cache 0 (section kv)",
         ),
         (State { n_layer: 2, ..s }, "mismatched layer count: the state has 2, the cache 1 (section kv)"),
-        (State { n_rot_k: 64, ..s }, "incompatible key rotation: the state has 64, the cache 0 (section kv)"),
+        (
+            State { n_rot_k: 64, ..s },
+            "incompatible key rotation: the state has 64, the cache 0 (section kv; convert_types allows it)",
+        ),
         (
             State { n_rot_v: 128, ..s },
-            "incompatible value rotation: the state has 128, the cache 0 (section kv)",
+            "incompatible value rotation: the state has 128, the cache 0 (section kv; convert_types allows it)",
         ),
         (
             State { k_type: 8, ..s },
-            "mismatched key type: the state has 8 (q8_0), the cache 1 (f16) (section kv, layer 0)",
+            "mismatched key type: the state has 8 (q8_0), the cache 1 (f16) (section kv, layer 0; convert_types allows it)",
         ),
         (
             State { k_type: -1, ..s },
@@ -689,7 +692,7 @@ fn a_lie_in_a_field_is_refused_with_the_field_and_both_values() {
         ),
         (
             State { v_type: 0, ..s },
-            "mismatched value type: the state has 0 (f32), the cache 1 (f16) (section kv, layer 0)",
+            "mismatched value type: the state has 0 (f32), the cache 1 (f16) (section kv, layer 0; convert_types allows it)",
         ),
         (
             State { v_row_size: 4, ..s },
@@ -715,7 +718,7 @@ fn a_lie_about_transposed_v_is_refused_with_the_field_and_both_values() {
         ),
         (
             State { v_type: 30, ..s },
-            "mismatched value type: the state has 30 (bf16), the cache 1 (f16) (section kv, layer 0)",
+            "mismatched value type: the state has 30 (bf16), the cache 1 (f16) (section kv, layer 0; convert_types allows it)",
         ),
         (
             State { v_element_size: 4, ..s },

@@ -462,7 +462,7 @@ fn states_that_do_not_fit_are_refused_by_name() {
     refused(
         28,
         1,
-        "mismatched r type: the state has 1 (f16), the cache 0 (f32) (section recurrent, layer 0)",
+        "mismatched r type: the state has 1 (f16), the cache 0 (f32) (section recurrent, layer 0; convert_types allows it)",
     );
     refused(32, 8, "mismatched r row size: the state has 8, the cache 12 (section recurrent, layer 0)");
     refused(52, 4, "mismatched ple row size: the state has 4, the cache 8 (section recurrent, layer 0)");
@@ -470,7 +470,7 @@ fn states_that_do_not_fit_are_refused_by_name() {
     refused(
         s,
         8,
-        "mismatched s type: the state has 8 (q8_0), the cache 0 (f32) (section recurrent, layer 0)",
+        "mismatched s type: the state has 8 (q8_0), the cache 0 (f32) (section recurrent, layer 0; convert_types allows it)",
     );
     assert_eq!(positions(&ctx, 1), (-1, -1));
 }

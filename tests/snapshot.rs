@@ -524,8 +524,12 @@ fn copies_are_read_in_other_pieces_than_they_were_written() {
             let mut plane = allocate(1, n_cells, start.is_multiple_of(2));
             let map = CellMap::of_run(0, n_cells).expect("a run");
             let src = copies.range(start, len).expect("a range");
-            scatter(&mut [Scatter { plane: &mut plane, map: &map, n_src: n_cells, src }], &transfer, None)
-                .expect("a scatter");
+            scatter(
+                &mut [Scatter { plane: &mut plane, map: &map, n_src: n_cells, src: src.into() }],
+                &transfer,
+                None,
+            )
+            .expect("a scatter");
             let mut out = vec![0; at(len)];
             plane.get(0, &mut out, &transfer).expect("bytes");
             assert_eq!(out, bytes[at(start)..][..at(len)], "{len} bytes from {start} on");

@@ -227,7 +227,7 @@ fn gather_one(region: Region<'_>) -> Vec<u8> {
 }
 
 fn scatter_one(plane: &mut Plane, map: &CellMap, n_src: u32, src: &[u8]) -> Result<()> {
-    scatter_all(vec![Scatter { plane, map, n_src, src: TensorBytes::Memory(src) }])
+    scatter_all(vec![Scatter { plane, map, n_src, src: TensorBytes::Memory(src).into() }])
 }
 
 fn scatter_all(mut batch: Vec<Scatter<'_>>) -> Result<()> {
@@ -493,8 +493,8 @@ proptest! {
             };
             let n_src = |cells: &[u32]| u32::try_from(cells.len()).unwrap();
             let mut batch = [
-                Scatter { plane: &mut a_plane, map: &a_map, n_src: n_src(&a_cells), src: src(0, a_blob.len()) },
-                Scatter { plane: &mut b_plane, map: &b_map, n_src: n_src(&b_cells), src: src(a_blob.len(), b_blob.len()) },
+                Scatter { plane: &mut a_plane, map: &a_map, n_src: n_src(&a_cells), src: src(0, a_blob.len()).into() },
+                Scatter { plane: &mut b_plane, map: &b_map, n_src: n_src(&b_cells), src: src(a_blob.len(), b_blob.len()).into() },
             ];
             scatter(&mut batch, &transfer, None).unwrap();
             prop_assert_eq!((a.bytes(), b.bytes()), expected.clone(), "from {}", ["memory", "pinned memory", "a file"][from]);
@@ -529,15 +529,15 @@ proptest! {
             // The part before it is fine, but is not written either.
             let bad = CellMap::new(vec![bad]).unwrap();
             let result = scatter_all(vec![
-                Scatter { plane: &mut fine_plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(&blob) },
-                Scatter { plane: &mut plane, map: &bad, n_src: kv_size, src: TensorBytes::Memory(&blob) },
+                Scatter { plane: &mut fine_plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(&blob).into() },
+                Scatter { plane: &mut plane, map: &bad, n_src: kv_size, src: TensorBytes::Memory(&blob).into() },
             ]);
             prop_assert!(is_refused(&result));
         }
         for src in [&blob[1..], &[&blob[..], &[0]].concat()] {
             let result = scatter_all(vec![
-                Scatter { plane: &mut fine_plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(&blob) },
-                Scatter { plane: &mut plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(src) },
+                Scatter { plane: &mut fine_plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(&blob).into() },
+                Scatter { plane: &mut plane, map: &good, n_src: kv_size, src: TensorBytes::Memory(src).into() },
             ]);
             prop_assert!(is_refused(&result));
         }
@@ -746,7 +746,12 @@ fn allocated_planes_are_zeroed_and_apart() {
     let batch = planes
         .iter_mut()
         .zip(&blobs)
-        .map(|(plane, src)| Scatter { plane, map: &all, n_src: kv_size, src: TensorBytes::Memory(src) })
+        .map(|(plane, src)| Scatter {
+            plane,
+            map: &all,
+            n_src: kv_size,
+            src: TensorBytes::Memory(src).into(),
+        })
         .collect();
     scatter_all(batch).unwrap();
     drop(planes.remove(0));
@@ -827,7 +832,8 @@ fn large_regions_are_copied_byte_for_byte_whatever_their_alignment() {
         // Back to other cells: those are the rows that change, and no other byte.
         let map = CellMap::of_run(2999, 2903).unwrap();
         let src = TensorBytes::Memory(&expected);
-        scatter(&mut [Scatter { plane: &mut plane, map: &map, n_src: 2903, src }], &on(3), None).unwrap();
+        scatter(&mut [Scatter { plane: &mut plane, map: &map, n_src: 2903, src: src.into() }], &on(3), None)
+            .unwrap();
         let mut after = bytes.clone();
         after[shift + 2999 * ROW..][..expected.len()].copy_from_slice(&expected);
         assert!(memory == after, "scatter at {shift}");
@@ -907,7 +913,7 @@ fn large_batches_are_the_same_on_any_number_of_threads_and_from_a_file() {
                         TensorBytes::Memory(&blob[start..][..usize::try_from(len).unwrap()])
                     };
                     offset += len;
-                    Scatter { plane, map: &map, n_src, src }
+                    Scatter { plane, map: &map, n_src, src: src.into() }
                 })
                 .collect();
             scatter(&mut batch, &staged(threads, 1 << 16), None).unwrap();

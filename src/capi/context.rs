@@ -68,6 +68,9 @@ pub struct kvs_context_params {
     /// 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
     /// crash of the process all the same; after one of the machine it may be damaged. By default 0.
     pub unsynced_files: u32,
+    /// 1: states of other types, or of another rotation (n_rot_k, n_rot_v), are converted to those of the cache, which rounds:
+    /// docs/semantics.md. 0 (by default): they are refused. V is turned from rows to channels (v_trans) and back in any case.
+    pub convert_types: u32,
     /// Pinned staging buffers between host and CUDA devices, 2 to 64; 0 (by default): 4.
     pub n_staging: u32,
     /// Bytes of one staging buffer; 0 (by default): 32 MiB. A buffer is no larger than the cache is on devices, and no smaller
@@ -98,6 +101,7 @@ unsafe impl Params for kvs_context_params {
             shift_by_engine: 0,
             max_masked_cells: u32::MAX,
             unsynced_files: 0,
+            convert_types: 0,
             n_staging: 0,
             staging_size: 0,
         }
@@ -201,6 +205,7 @@ unsafe fn context_params(params: &kvs_context_params) -> Result<ContextParams> {
         sections,
         shift: shift(params, rope)?,
         legacy_rotation: legacy_rotation(params.legacy_rotation)?,
+        convert_types: flag("convert_types", params.convert_types)?,
         max_masked_cells: (params.max_masked_cells != u32::MAX).then_some(params.max_masked_cells),
         sync_files: !flag("unsynced_files", params.unsynced_files)?,
     })

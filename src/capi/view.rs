@@ -142,6 +142,8 @@ pub struct kvs_kv_view {
     pub clear: Option<unsafe extern "C" fn(user: *mut c_void, seq: kvs_seq_id) -> c_int>,
     /// KVS_LEGACY_ROTATION_*, for a reader of files older than version 4.
     pub legacy_rotation: u32,
+    /// 1: a reader converts K and V of other types or of another rotation, which rounds; 0: it refuses them.
+    pub convert_types: u32,
 }
 
 // SAFETY: repr(C), usize first; integers, pointers and nullable function pointers.
@@ -173,6 +175,7 @@ unsafe impl Params for kvs_kv_view {
             apply: None,
             clear: None,
             legacy_rotation: KVS_LEGACY_ROTATION_UNSTATED,
+            convert_types: 0,
         }
     }
 }
@@ -308,6 +311,7 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
     let cell_ext = flag("view.cell_ext", c.cell_ext)?;
     let shared = flag("view.shared", c.shared)?;
     let legacy_rotation = legacy_rotation(c.legacy_rotation)?;
+    let convert_types = flag("view.convert_types", c.convert_types)?;
     // Nothing of a shared cache is looked at.
     let n_layer = if shared { 0 } else { c.n_layer as usize };
     let n_planes = c.n_stream as usize * n_layer;
@@ -371,7 +375,8 @@ pub(super) unsafe fn view_of(view: *const kvs_kv_view) -> Result<KvView> {
     }
     let cells = CallerCells { user: c.user, visit: c.visit, apply: c.apply, clear: c.clear, heads };
     let view = KvView::new(&name, &params, c.n_seq_max, c.n_stream == 1, planes, Box::new(cells))?
-        .with_legacy_rotation(legacy_rotation);
+        .with_legacy_rotation(legacy_rotation)
+        .with_convert_types(convert_types);
     Ok(if shared { view.shared() } else { view })
 }
 

@@ -18,8 +18,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
 use crate::memory::{
-    KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, Scope, SectionKind, SectionParams, Streams,
-    WriteParams,
+    Convert, KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, Scope, SectionKind, SectionParams,
+    Streams, WriteParams,
 };
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, OnDevices, Sink, SliceSink, Source};
 use crate::storage::{
@@ -43,6 +43,9 @@ pub struct ContextParams {
     pub shift: Shift,
     /// What files older than version 4 leave open; see [`LegacyRotation`].
     pub legacy_rotation: Option<LegacyRotation>,
+    /// Whether states of other types, or of another rotation (`n_rot_k`, `n_rot_v`), are converted to those of the cache, which
+    /// rounds; otherwise they are refused. What loses nothing is always converted: transposed V to rows, and back.
+    pub convert_types: bool,
     /// Most masked cells beyond the window that a sequence state without `PARTIAL_ONLY` keeps of an SWA
     /// section. `None`: all, so that the restored sequence can be cut to any prefix.
     pub max_masked_cells: Option<u32>,
@@ -69,6 +72,7 @@ impl ContextParams {
             sections,
             shift: Shift::None,
             legacy_rotation: None,
+            convert_types: false,
             max_masked_cells: None,
             sync_files: true,
             threads: Threads::default(),
@@ -102,6 +106,7 @@ pub struct Context {
     arch: String,
     shifter: Shifter,
     legacy_rotation: Option<LegacyRotation>,
+    pub(crate) convert: Convert,
     max_masked_cells: Option<u32>,
     pub(crate) sync_files: bool,
     pub(crate) transfer: Transfer,
@@ -128,6 +133,7 @@ impl Context {
             memory,
             arch: params.arch,
             legacy_rotation: params.legacy_rotation,
+            convert: Convert::allowing(params.convert_types),
             max_masked_cells: params.max_masked_cells,
             sync_files: params.sync_files,
             transfer: Transfer::new(params.threads, staging),
@@ -379,7 +385,8 @@ impl Context {
     }
 
     fn read_params(&self, scope: Scope) -> ReadParams {
-        ReadParams { scope, legacy_rotation: self.legacy_rotation, flip_cell_ext: false }
+        let Self { legacy_rotation, convert, .. } = *self;
+        ReadParams { scope, legacy_rotation, convert, flip_cell_ext: false }
     }
 
     /// Bytes that [`Context::state_seq_get_data`] will write.

@@ -164,6 +164,9 @@ pub(crate) struct Geometry {
     pub v_trans: bool,
     pub n_rot_k: u32,
     pub n_rot_v: u32,
+    /// As in [`KvParams`].
+    pub n_embd_head_k: u32,
+    pub n_embd_head_v: u32,
     pub cell_ext: bool,
     pub mirrors: Option<usize>,
     pub k: Vec<TensorGeometry>,
@@ -215,6 +218,8 @@ impl Geometry {
             v_trans: params.v_trans,
             n_rot_k: params.n_rot_k,
             n_rot_v: params.n_rot_v,
+            n_embd_head_k: params.n_embd_head_k,
+            n_embd_head_v: params.n_embd_head_v,
             cell_ext: params.cell_ext,
             mirrors: params.mirrors,
             may_rotate_k: may_rotate(quantized_k, params.n_rot_k, params.n_embd_head_k),

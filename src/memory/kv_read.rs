@@ -2,13 +2,14 @@
 
 use std::fmt::Display;
 
-use super::geometry::{Geometry, TensorGeometry, mismatch};
+use super::convert::{self, Convert};
+use super::geometry::{Geometry, mismatch};
 use super::kv_cache::{KvCache, KvPlanes, StreamPlanes};
 use super::kv_write::Scope;
 use crate::cells::{CellMeta, Cells, Placement, SeqSet, Shortage};
 use crate::error::{Error, Result};
 use crate::state::{Input, Source};
-use crate::storage::{CellMap, Placed, Plane, Scatter, TensorBytes};
+use crate::storage::{CellMap, Conversion, Placed, Plane, Scatter, StateTensor};
 use crate::types::{CellExt, Move, PosRange, Seq, TOKEN_NULL, Token};
 
 /// What the caller says about files older than version 4, which do not record rotation.
@@ -25,6 +26,7 @@ pub enum LegacyRotation {
 pub(crate) struct ReadParams {
     pub scope: Scope,
     pub legacy_rotation: Option<LegacyRotation>,
+    pub convert: Convert,
     /// Read as if cells had an ext where the cache has none, and the other way round: only to find out why a
     /// state does not fit.
     pub flip_cell_ext: bool,
@@ -62,7 +64,7 @@ pub(super) struct StreamState<'a> {
     /// One per cell, in the order of the state. In a sequence state every `seqs` is the destination's.
     pub(super) metas: Vec<CellMeta>,
     /// The tensors: K of every layer, then V of every layer that has one.
-    tensors: Vec<TensorBytes<'a>>,
+    tensors: Vec<StateTensor<'a>>,
 }
 
 /// What a commit will do to a section.
@@ -84,17 +86,20 @@ pub(super) struct StreamPlan<'a> {
     map: CellMap,
     /// Cells of the state, those that were dropped included.
     n_src: u32,
-    tensors: Vec<TensorBytes<'a>>,
+    tensors: Vec<StateTensor<'a>>,
 }
 
 impl Geometry {
     /// Reads the section's bytes and checks everything that can be checked without the cells.
     pub fn state_read<'a>(&self, source: &mut Source<'a>, params: ReadParams) -> Result<KvState<'a>> {
         let mut streams = Vec::new();
+        // Who keeps the tensors elsewhere moves them as they are.
+        let convert = if source.tensors_elsewhere().is_some() { Convert::Nothing } else { params.convert };
+        let params = ReadParams { convert, ..params };
         let n_stream = self.read_streams(source, params, |source, stream, metas| {
             let mut tensors = Vec::with_capacity(2 * self.n_layer());
-            self.read_data(source, metas.len(), params, |source, tensor, bytes| {
-                tensors.push(source.tensor(tensor.field(), bytes)?);
+            self.read_data(source, metas.len(), params, |source, tensor, bytes, conversion| {
+                tensors.push(StateTensor { bytes: source.tensor(tensor.field(), bytes)?, conversion });
                 Ok(())
             })?;
             streams.push(StreamState { stream: stream as usize, metas, tensors });
@@ -211,122 +216,24 @@ impl Geometry {
     }
 
     /// Reads the data of a stream of `n_cells` cells; `take` is called with the bytes of each tensor where they
-    /// stand in the input.
+    /// stand in the input, and with how they become those of the cache.
     pub(super) fn read_data<I: Input>(
         &self,
         input: &mut I,
         n_cells: usize,
         params: ReadParams,
-        mut take: impl FnMut(&mut I, KvTensor, u64) -> Result<()>,
+        mut take: impl FnMut(&mut I, KvTensor, u64, Option<Conversion>) -> Result<()>,
     ) -> Result<()> {
-        let v_trans = input.u32("v_trans")?;
-        let n_layer = input.u32("n_layer")?;
-        if n_layer as usize != self.n_layer() {
-            return Err(self.mismatch("mismatched layer count", n_layer, self.n_layer(), None));
-        }
-        if v_trans != u32::from(self.v_trans) {
-            let cache = u32::from(self.v_trans);
-            return Err(self.mismatch("incompatible V transposition", v_trans, cache, None));
-        }
-        if input.version().has_rotation() {
-            let n_rot_k = input.u32("n_rot_k")?;
-            let n_rot_v = input.u32("n_rot_v")?;
-            if n_rot_k != self.n_rot_k {
-                return Err(self.mismatch("incompatible key rotation", n_rot_k, self.n_rot_k, None));
-            }
-            if n_rot_v != self.n_rot_v {
-                return Err(self.mismatch("incompatible value rotation", n_rot_v, self.n_rot_v, None));
-            }
-        } else {
-            self.check_legacy_rotation(input, params.legacy_rotation)?;
-        }
-
+        let layout = self.read_layout(input, params)?;
         let n = n_cells as u64;
-        for (layer, k) in self.k.iter().enumerate() {
-            self.check_type(input, k, layer, "mismatched key type")?;
-            self.check_row_size(input, k, layer, "mismatched key row size")?;
-            take(input, KvTensor::K(layer), bytes_of(n, k)?)?;
+        for layer in 0..self.n_layer() {
+            let head = self.read_k_head(input, layer, layout)?;
+            take(input, KvTensor::K(layer), head.bytes(n)?, head.conversion)?;
         }
         for (layer, v) in self.v.iter().enumerate() {
             let Some(v) = v else { continue };
-            self.check_type(input, v, layer, "mismatched value type")?;
-            if self.v_trans {
-                let elem = input.u32("value element size")?;
-                let n_embd = input.u32("n_embd_v_gqa")?;
-                if elem != v.ggml_type.type_size() {
-                    let cache = v.ggml_type.type_size();
-                    return Err(self.mismatch("mismatched value element size", elem, cache, Some(layer)));
-                }
-                if n_embd != v.n_embd {
-                    return Err(self.mismatch(
-                        "mismatched GQA embedding size",
-                        n_embd,
-                        v.n_embd,
-                        Some(layer),
-                    ));
-                }
-            } else {
-                self.check_row_size(input, v, layer, "mismatched value row size")?;
-            }
-            take(input, KvTensor::V(layer), bytes_of(n, v)?)?;
-        }
-        Ok(())
-    }
-
-    fn check_type(
-        &self,
-        input: &mut impl Input,
-        tensor: &TensorGeometry,
-        layer: usize,
-        what: &'static str,
-    ) -> Result<()> {
-        let number = input.i32("ggml type")?;
-        if number == tensor.ggml_type.as_i32() {
-            return Ok(());
-        }
-        let state = crate::format::GgmlType::from_i32(number).map_or(number.to_string(), |t| t.to_string());
-        Err(self.mismatch(what, state, tensor.ggml_type, Some(layer)))
-    }
-
-    fn check_row_size(
-        &self,
-        input: &mut impl Input,
-        tensor: &TensorGeometry,
-        layer: usize,
-        what: &'static str,
-    ) -> Result<()> {
-        let row_size = input.u64("row_size")?;
-        if row_size == tensor.row_size {
-            return Ok(());
-        }
-        Err(self.mismatch(what, row_size, tensor.row_size, Some(layer)))
-    }
-
-    /// Since April 2026 llama.cpp rotates quantised caches by default, but files record it only from version 4:
-    /// the same bytes mean one thing or the other, and only the caller can know which.
-    fn check_legacy_rotation(&self, input: &impl Input, stated: Option<LegacyRotation>) -> Result<()> {
-        let sides = [
-            ("incompatible key rotation", self.may_rotate_k, self.n_rot_k),
-            ("incompatible value rotation", self.may_rotate_v, self.n_rot_v),
-        ];
-        for (what, _, n_rot) in sides.into_iter().filter(|&(_, may_rotate, _)| may_rotate) {
-            match stated {
-                None => {
-                    return Err(Error::RotationUnstated {
-                        version: input.version().seq_version(),
-                        place: format!("section {}", self.name),
-                        n_rot_k: self.n_rot_k,
-                        n_rot_v: self.n_rot_v,
-                    });
-                }
-                Some(LegacyRotation::Rotated) if n_rot == 0 => {
-                    return Err(self.mismatch(what, "a rotation (stated)", n_rot, None));
-                }
-                Some(LegacyRotation::Plain) if n_rot != 0 => {
-                    return Err(self.mismatch(what, "no rotation (stated)", n_rot, None));
-                }
-                Some(_) => {}
-            }
+            let head = self.read_v_head(input, layer, v, layout)?;
+            take(input, KvTensor::V(layer), head.bytes(n)?, head.conversion)?;
         }
         Ok(())
     }
@@ -390,6 +297,14 @@ impl StreamPlan<'_> {
 }
 
 impl<'a> KvPlan<'a> {
+    /// What is converted, in words.
+    pub(super) fn notes(&self, geometry: &Geometry) -> Vec<String> {
+        let names = (0..).map(|i| if i < geometry.n_layer() { "K" } else { "V" });
+        let stream = self.streams.first();
+        let tensors = stream.into_iter().flat_map(|stream| &stream.tensors);
+        convert::notes(&geometry.name, names.zip(tensors.map(|tensor| tensor.conversion)))
+    }
+
     /// What [`KvPlan::scatter`] will write.
     pub(super) fn placed<'p>(&'p self, planes: &'p KvPlanes, n_layer: usize) -> Vec<Placed<'p>>
     where
@@ -518,16 +433,6 @@ impl KvCache {
     pub fn state_scatter<'p>(&'p mut self, plan: &'p KvPlan<'_>) -> Vec<Scatter<'p>> {
         plan.scatter(&mut self.planes, self.geometry.n_layer())
     }
-}
-
-fn bytes_of(n_cells: u64, tensor: &TensorGeometry) -> Result<u64> {
-    n_cells.checked_mul(tensor.row_size).ok_or_else(|| {
-        Error::corrupt(
-            "cell_count",
-            format_args!("{n_cells} cells of {} bytes", tensor.row_size),
-            "a size that fits 64 bits",
-        )
-    })
 }
 
 fn read_ext(input: &mut impl Input) -> Result<CellExt> {

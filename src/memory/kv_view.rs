@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use super::convert::Convert;
 use super::geometry::{Geometry, KvParams, Streams};
 use super::kv_cache::{KvPlanes, check_adopted};
 use super::kv_read::{KvPlan, KvTensor, LegacyRotation, ReadParams};
@@ -79,6 +80,7 @@ pub struct KvView {
     /// The cells are another cache's: nothing is written, nothing is read.
     shared: bool,
     legacy_rotation: Option<LegacyRotation>,
+    convert: Convert,
     cells: Box<dyn ViewCells>,
 }
 
@@ -123,7 +125,14 @@ impl KvView {
     ) -> Result<Self> {
         let geometry = Geometry::new(params, name, Streams::new(n_seq_max, unified)?)?;
         let planes = check_adopted(planes, &geometry)?;
-        Ok(Self { geometry, planes, shared: false, legacy_rotation: None, cells })
+        Ok(Self {
+            geometry,
+            planes,
+            shared: false,
+            legacy_rotation: None,
+            convert: Convert::default(),
+            cells,
+        })
     }
 
     /// A view of a cache that reads the cells of another one: its state is empty.
@@ -136,6 +145,13 @@ impl KvView {
     #[must_use]
     pub fn with_legacy_rotation(self, legacy_rotation: Option<LegacyRotation>) -> Self {
         Self { legacy_rotation, ..self }
+    }
+
+    /// Whether states of other types of K and V, or of another rotation, are converted; see
+    /// [`crate::ContextParams::convert_types`].
+    #[must_use]
+    pub fn with_convert_types(self, convert_types: bool) -> Self {
+        Self { convert: Convert::allowing(convert_types), ..self }
     }
 
     /// What the section is called in messages.
@@ -237,7 +253,9 @@ impl KvView {
         scope: Scope,
         sinfos_in: Option<&SlotInfos>,
     ) -> Result<SlotInfos> {
-        let params = ReadParams { scope, legacy_rotation: None, flip_cell_ext: false };
+        // The input moves tensors itself, as they are.
+        let convert = Convert::Nothing;
+        let params = ReadParams { scope, legacy_rotation: None, convert, flip_cell_ext: false };
         let mut slots = self.no_slots();
         let Self { geometry, planes, cells, .. } = self;
         if scope == Scope::Whole {
@@ -260,7 +278,7 @@ impl KvView {
             let map = Arc::new(CellMap::of_cells(&placement.cells)?);
             let n_layer = geometry.n_layer();
             let planes = planes.stream(stream, n_layer);
-            geometry.read_data(input, metas.len(), params, |input, tensor, _| {
+            geometry.read_data(input, metas.len(), params, |input, tensor, _, _| {
                 let plane = match tensor {
                     KvTensor::K(layer) => &planes.k[layer],
                     KvTensor::V(layer) => planes.v[layer]
@@ -295,7 +313,8 @@ impl KvView {
         legacy_partial: bool,
     ) -> Result<ViewPlan<'a>> {
         let scope = self.scope(seq_id)?;
-        let params = ReadParams { scope, legacy_rotation: self.legacy_rotation, flip_cell_ext: false };
+        let Self { legacy_rotation, convert, .. } = *self;
+        let params = ReadParams { scope, legacy_rotation, convert, flip_cell_ext: false };
         let mut planned = ViewPlan {
             slots: self.no_slots(),
             geometry: self.geometry.clone(),

@@ -3,9 +3,11 @@
 //! One attention cache is one section; an iSWA pair is two, full attention first; recurrent states are one more, behind the
 //! attention caches. An operation on the memory is done in every section or, where it can be refused, in none.
 
+mod convert;
 mod dsv4;
 mod geometry;
 mod kv_cache;
+mod kv_layout;
 mod kv_read;
 mod kv_view;
 mod kv_write;
@@ -30,6 +32,7 @@ pub use rewind::RewindObstacle;
 pub use rope::RopeParams;
 pub use section::{SectionKind, SectionParams};
 
+pub(crate) use convert::Convert;
 pub(crate) use dsv4::{Dsv4Cache, n_state_planes};
 pub(crate) use geometry::TensorGeometry;
 pub(crate) use kv_cache::KvCache;
@@ -382,6 +385,15 @@ impl Memory {
         Ok(MemoryPlan { sections, end: source, n_legacy_skipped })
     }
 
+    /// What a commit converts, in words.
+    pub fn state_notes(&self, plan: &MemoryPlan<'_>) -> Vec<String> {
+        self.sections
+            .iter()
+            .zip(&plan.sections)
+            .flat_map(|(section, plan)| section.state_notes(plan))
+            .collect()
+    }
+
     /// Whether a commit overwrites cells that hold something: it cannot be taken back then.
     pub fn state_overwrites(&self, plan: &MemoryPlan<'_>) -> bool {
         self.sections.iter().zip(&plan.sections).any(|(section, plan)| section.state_overwrites(plan))
@@ -396,6 +408,9 @@ impl Memory {
         transfer: &Transfer,
         progress: Option<&mut ProgressCallback>,
     ) -> Result<()> {
+        if log::log_enabled!(log::Level::Info) {
+            self.state_notes(plan).iter().for_each(|note| log::info!("converted: {note}"));
+        }
         // Cells that are taken from others are taken first, so that nobody is left with tensors that are not his.
         let overwrites = self.state_overwrites(plan);
         let mut fetched = None;

@@ -347,12 +347,22 @@ impl Section {
                 })
             }
             Self::Recurrent(recurrent) => {
-                let read = recurrent.geometry.state_read(source, params.scope)?;
+                let read = recurrent.geometry.state_read(source, params.scope, params.convert)?;
                 SectionPlan::Recurrent(recurrent.state_place(read, params.scope)?)
             }
             Self::Shared => SectionPlan::Nothing,
-            Self::Dsv4(dsv4) => SectionPlan::Dsv4(dsv4.geometry.state_plan(source, params.scope, flags)?),
+            Self::Dsv4(dsv4) => SectionPlan::Dsv4(dsv4.geometry.state_plan(source, params, flags)?),
         })
+    }
+
+    /// What the commit converts, in words.
+    pub(super) fn state_notes(&self, plan: &SectionPlan<'_>) -> Vec<String> {
+        match (self, plan) {
+            (Self::Kv(kv), SectionPlan::Kv(plan)) => plan.notes(&kv.geometry),
+            (Self::Recurrent(recurrent), SectionPlan::Recurrent(plan)) => recurrent.state_notes(plan),
+            (Self::Dsv4(dsv4), SectionPlan::Dsv4(plan)) => dsv4.state_notes(plan),
+            _ => Vec::new(),
+        }
     }
 
     /// Whether the commit takes cells that hold something, the destination's own included.

@@ -418,7 +418,9 @@ impl<'a> StateReader<'a> {
         for pending in &mut self.pending {
             match pending {
                 Pending::Kv(view, plan) => batch.extend(view.scatter(plan)),
-                Pending::Tensor(plane, src) => batch.push(Scatter { plane, map: &one, n_src: 1, src: *src }),
+                Pending::Tensor(plane, src) => {
+                    batch.push(Scatter { plane, map: &one, n_src: 1, src: (*src).into() });
+                }
             }
         }
         let scattered = storage::scatter(&mut batch, &self.transfer, None);

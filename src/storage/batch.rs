@@ -2,52 +2,29 @@
 
 #![allow(unsafe_code, reason = "threads write the planes of one batch side by side")]
 
-use std::fs::File;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 
+use super::convert::{Buffers, Conversion};
 use super::cuda::{self, DevicePlane, LocalPart, Part};
-use super::file::{read_error, read_exact_at};
 use super::host::How;
 use super::kernels::Kernels;
 use super::region::Rectangle;
-use super::{CellMap, Plane, ProgressCallback, Region, TensorCopies, Threads, Transfer};
+use super::{CellMap, Plane, ProgressCallback, Region, StateTensor, TensorBytes, Threads, Transfer};
 use crate::error::{Error, Result};
 
 /// Bytes of a piece: few enough to lie in the cache between a file and a plane, enough to be worth a system call.
 const PIECE: u64 = 512 << 10;
+
+/// Bytes of a converted piece on its way to a device, or to calls of a tensor's owner: each way there costs more.
+const STAGED_PIECE: u64 = 32 << 20;
 
 /// Bytes that are worth another thread: below, its start costs more than it brings.
 const THREAD_MIN: u64 = 2 << 20;
 
 /// Bytes of a batch from which on it goes past the cache: a smaller one is found there by who needs it next.
 const STREAM_MIN: u64 = 4 << 20;
-
-/// Bytes of a tensor in a blob, wherever they are.
-#[derive(Clone, Copy, Debug)]
-pub enum TensorBytes<'a> {
-    /// In memory.
-    Memory(&'a [u8]),
-    /// In a file, from `offset` on; read when they are needed.
-    File {
-        /// The file.
-        file: &'a File,
-        /// Offset of the first byte.
-        offset: u64,
-        /// Number of bytes.
-        len: u64,
-    },
-    /// Among copies of tensors, not all of them in host memory.
-    Copies {
-        /// The copies.
-        copies: &'a TensorCopies,
-        /// Offset of the first byte.
-        offset: u64,
-        /// Number of bytes.
-        len: u64,
-    },
-}
 
 /// One plane's part of a restore.
 #[derive(Debug)]
@@ -59,7 +36,7 @@ pub struct Scatter<'a> {
     /// Cells in the blob.
     pub n_src: u32,
     /// The whole region of the `n_src` cells, in blob order.
-    pub src: TensorBytes<'a>,
+    pub src: StateTensor<'a>,
 }
 
 /// Writes every region of a batch to its offset (bytes) in `out`.
@@ -128,7 +105,7 @@ fn gather_each(
             Some((region, block, piece))
         })
     });
-    work.run(pieces, Some(report), |(region, block, out), _| {
+    work.run(pieces, Some(report), |(region, block, out), (): &mut ()| {
         region.plane.read(&region.map, &block, out, work.how)?;
         Ok(block.bytes())
     })
@@ -183,10 +160,15 @@ pub struct Placed<'a> {
     /// As in [`Scatter`].
     pub n_src: u32,
     /// As in [`Scatter`].
-    pub src: TensorBytes<'a>,
+    pub src: StateTensor<'a>,
 }
 
 impl Scatter<'_> {
+    fn check(&self) -> Result<()> {
+        self.src.check(self.plane, self.n_src)?;
+        self.plane.check_write(self.map, self.n_src)
+    }
+
     fn placed(&self) -> Placed<'_> {
         Placed { plane: self.plane, map: self.map, n_src: self.n_src, src: self.src }
     }
@@ -198,7 +180,7 @@ pub struct Fetched(Vec<Option<Vec<u8>>>);
 
 impl Fetched {
     fn new(batch: &[Scatter<'_>], transfer: &Transfer) -> Result<Self> {
-        let fetch = |part: &Scatter<'_>| match part.src {
+        let fetch = |part: &Scatter<'_>| match part.src.bytes {
             TensorBytes::Copies { copies, offset, len } if part.src.beside(part.plane).is_none() => {
                 copies.to_host(offset, len, transfer).map(Some)
             }
@@ -251,7 +233,7 @@ pub fn scatter(
     progress: Option<&mut ProgressCallback>,
 ) -> Result<()> {
     for part in &*batch {
-        part.plane.check_write(part.map, part.n_src, part.src.len())?;
+        part.check()?;
     }
     Fetched::new(batch, transfer)?.scatter(batch, transfer, progress)
 }
@@ -268,20 +250,25 @@ impl Fetched {
         progress: Option<&mut ProgressCallback>,
     ) -> Result<()> {
         for part in &*batch {
-            part.plane.check_write(part.map, part.n_src, part.src.len())?;
+            part.check()?;
         }
-        let mut report = Report::new(progress, batch.iter().map(|part| part.src.len()).sum());
+        let mut report = Report::new(progress, batch.iter().map(|part| part.src.bytes.len()).sum());
         // What lies on a device goes to a plane there by itself.
         let beside: Vec<_> = batch.iter().map(|part| part.src.beside(part.plane)).collect();
         let fetched = self.0;
         let parts = batch.iter().zip(&fetched).zip(&beside).map(|((part, fetched), beside)| {
-            let src = fetched.as_deref().map_or(part.src, TensorBytes::Memory);
-            Source { plane: part.plane, map: part.map, n_src: part.n_src, src, beside: beside.as_ref() }
+            let StateTensor { bytes, conversion } = part.src;
+            let src = fetched.as_deref().map_or(bytes, TensorBytes::Memory);
+            let beside = beside.as_ref();
+            Source { plane: part.plane, map: part.map, n_src: part.n_src, src, conversion, beside }
         });
+        let (converted, parts): (Vec<_>, Vec<_>) = parts.partition(|part| part.conversion.is_some());
+        scatter_converted(&converted, transfer, &mut report)?;
+        let parts = parts.into_iter();
         let (on_host, on_device): (Vec<_>, Vec<_>) = parts.partition(|part| part.plane.on_device().is_none());
         for group in by_device(on_device, |part| part.plane.device()) {
             let (mut parts, mut srcs, mut local, mut local_bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
-            for Source { plane, map, n_src, src, beside } in group {
+            for Source { plane, map, n_src, src, beside, .. } in group {
                 let Some(on_device) = plane.on_device() else { continue };
                 let part = Part { plane: on_device, map, block: Rectangle::new(plane.shape(), 0..n_src) };
                 if let Some(blob) = beside {
@@ -326,8 +313,51 @@ struct Source<'a> {
     n_src: u32,
     /// On the host, or `beside`.
     src: TensorBytes<'a>,
+    conversion: Option<Conversion>,
     /// The bytes, on the device of the plane.
     beside: Option<&'a DevicePlane>,
+}
+
+/// Writes the parts that have a conversion, whose planes are borrowed for writing, a piece at a time.
+fn scatter_converted(parts: &[Source<'_>], transfer: &Transfer, report: &mut Report<'_>) -> Result<()> {
+    let parts = parts.iter().filter_map(|part| Some((part, part.conversion?)));
+    let (on_host, elsewhere): (Vec<_>, Vec<_>) =
+        parts.partition(|(part, _)| part.plane.on_device().is_none() && !part.plane.is_remote());
+    let work = Work::new(on_host.iter().map(|(part, _)| part.src.len()).sum(), false, transfer.threads);
+    let pieces = on_host.iter().flat_map(|&(part, conversion)| {
+        // Channels of a file are read one by one: they are to be worth it.
+        let max = if matches!(part.src, TensorBytes::File { .. }) { 8 * PIECE } else { PIECE };
+        conversion.pieces(part.n_src, max).map(move |cells| (part, conversion, cells))
+    });
+    work.run(pieces, Some(report), |(part, conversion, cells), buffers| {
+        let bytes = conversion.convert(&part.src, part.n_src, &cells, buffers)?;
+        let block = Rectangle::new(part.plane.shape(), cells.clone());
+        // SAFETY: the planes are borrowed for writing, and of all pieces only this one has these cells.
+        unsafe { part.plane.write(part.map, &block, bytes, work.how)? };
+        Ok(conversion.src_bytes(&cells))
+    })?;
+    let mut buffers = Buffers::default();
+    for (part, conversion) in elsewhere {
+        for cells in conversion.pieces(part.n_src, STAGED_PIECE) {
+            let bytes = conversion.convert(&part.src, part.n_src, &cells, &mut buffers)?;
+            let block = Rectangle::new(part.plane.shape(), cells.clone());
+            match part.plane.on_device() {
+                Some(plane) => {
+                    let part = Part { plane, map: part.map, block };
+                    cuda::scatter(
+                        &[part],
+                        &[TensorBytes::Memory(bytes)],
+                        transfer,
+                        &mut Report::new(None, 0),
+                    )?;
+                }
+                // SAFETY: as above.
+                None => unsafe { part.plane.write(part.map, &block, bytes, work.how)? },
+            }
+            report.add(conversion.src_bytes(&cells))?;
+        }
+    }
+    Ok(())
 }
 
 /// Copies the cells that `map` names between planes, `(dst, src)`, of which each pair has one shape (`seq_cp` across
@@ -363,7 +393,8 @@ fn copy_through_host(dst: &mut Plane, src: &Plane, map: &CellMap, transfer: &Tra
     let region = Region::new(src, &map)?;
     let mut blob = zeroed(region.bytes(), "a copy between streams")?;
     gather(&[(0, region)], &mut blob, transfer, None)?;
-    let part = Scatter { plane: dst, map: &map, n_src: map.n_cells(), src: TensorBytes::Memory(&blob) };
+    let part =
+        Scatter { plane: dst, map: &map, n_src: map.n_cells(), src: TensorBytes::Memory(&blob).into() };
     scatter(&mut [part], transfer, None)
 }
 
@@ -407,7 +438,7 @@ pub(super) fn copy_slices(copies: Vec<(&mut [u8], &[u8])>, threads: Threads) -> 
     let work = Work::new(copies.iter().map(|(to, _)| to.len() as u64).sum(), false, threads);
     let pieces =
         copies.into_iter().flat_map(|(to, from)| to.chunks_mut(index(PIECE)).zip(from.chunks(index(PIECE))));
-    work.run(pieces, None, |(to, from), _| {
+    work.run(pieces, None, |(to, from), (): &mut ()| {
         to.copy_from_slice(from);
         Ok(to.len() as u64)
     })
@@ -452,63 +483,8 @@ impl<'a> Report<'a> {
     }
 }
 
-impl<'a> TensorBytes<'a> {
-    /// Number of bytes.
-    #[must_use]
-    pub fn len(&self) -> u64 {
-        match self {
-            Self::Memory(bytes) => bytes.len() as u64,
-            Self::File { len, .. } | Self::Copies { len, .. } => *len,
-        }
-    }
-
-    /// Whether there are none.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// `len` bytes from `start` on, in `buffer` if they have to be read.
-    fn piece<'b>(&self, start: u64, len: u64, buffer: &'b mut Vec<u8>) -> Result<&'b [u8]>
-    where
-        'a: 'b,
-    {
-        match *self {
-            Self::Memory(bytes) => Ok(&bytes[index(start)..][..index(len)]),
-            Self::Copies { .. } => Err(Error::Internal(format!("{self:?} was not brought to the host"))),
-            Self::File { .. } => {
-                buffer
-                    .try_reserve(index(len).saturating_sub(buffer.len()))
-                    .map_err(|_| Error::OutOfMemory { what: "the file buffer", bytes: len })?;
-                if buffer.len() < index(len) {
-                    buffer.resize(index(len), 0);
-                }
-                let piece = &mut buffer[..index(len)];
-                self.read(start, piece)?;
-                Ok(piece)
-            }
-        }
-    }
-
-    /// The bytes where they are, if that is the device of `plane`.
-    fn beside(&self, plane: &Plane) -> Option<DevicePlane> {
-        match *self {
-            Self::Copies { copies, offset, len } => copies.on_device(plane.device()?, offset, len),
-            Self::Memory(_) | Self::File { .. } => None,
-        }
-    }
-
-    /// Reads the bytes from `start` on into `out`.
-    pub(super) fn read(&self, start: u64, out: &mut [u8]) -> Result<()> {
-        match *self {
-            Self::File { file, offset, .. } => read_exact_at(file, out, offset + start).map_err(read_error),
-            _ => self.piece(start, out.len() as u64, &mut Vec::new()).map(|bytes| out.copy_from_slice(bytes)),
-        }
-    }
-}
-
 /// Offsets inside what is in memory, and sizes of pieces.
-fn index(bytes: u64) -> usize {
+pub(super) fn index(bytes: u64) -> usize {
     usize::try_from(bytes).expect("it lies in memory")
 }
 
@@ -527,25 +503,25 @@ impl Work {
         Self { threads, how: How { kernels: Kernels::get(), streams: total >= STREAM_MIN } }
     }
 
-    /// Does every piece, on as many threads as can be had; `each` returns its bytes. After an error no further piece is
-    /// begun.
-    fn run<T: Send>(
+    /// Does every piece, on as many threads as can be had, each with buffers of its own; `each` returns its bytes. After an
+    /// error no further piece is begun.
+    fn run<T: Send, B: Default>(
         &self,
         pieces: impl Iterator<Item = T> + Send,
         mut report: Option<&mut Report<'_>>,
-        each: impl Fn(T, &mut Vec<u8>) -> Result<u64> + Sync,
+        each: impl Fn(T, &mut B) -> Result<u64> + Sync,
     ) -> Result<()> {
         let pieces = Mutex::new(pieces);
         let failure = OnceLock::new();
         let done = AtomicU64::new(0);
         let before = report.as_ref().map_or(0, |report| report.done);
-        let step = |buffer: &mut Vec<u8>| {
+        let step = |buffers: &mut B| {
             if failure.get().is_some() {
                 return false;
             }
             let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some(piece) = piece else { return false };
-            match each(piece, buffer) {
+            match each(piece, buffers) {
                 Ok(bytes) => drop(done.fetch_add(bytes, Ordering::Relaxed)),
                 // Another one can have failed before: that is the one to tell.
                 Err(error) => drop(failure.set(error)),
@@ -553,8 +529,8 @@ impl Work {
             true
         };
         let mut steps_of_the_caller = || {
-            let mut buffer = Vec::new();
-            while step(&mut buffer) {
+            let mut buffers = B::default();
+            while step(&mut buffers) {
                 let done = before + done.load(Ordering::Relaxed);
                 if let Some(Err(error)) = report.as_deref_mut().map(|report| report.tell(done)) {
                     drop(failure.set(error));
@@ -567,8 +543,8 @@ impl Work {
             thread::scope(|scope| {
                 for _ in 1..self.threads {
                     let worker = || {
-                        let mut buffer = Vec::new();
-                        while step(&mut buffer) {}
+                        let mut buffers = B::default();
+                        while step(&mut buffers) {}
                     };
                     if thread::Builder::new().spawn_scoped(scope, worker).is_err() {
                         break;

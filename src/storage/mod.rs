@@ -8,6 +8,7 @@
 
 mod batch;
 mod cell_map;
+mod convert;
 mod copies;
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -16,21 +17,23 @@ mod cuda;
 mod cuda;
 mod drain;
 mod file;
+mod hadamard;
 mod host;
 mod kernels;
 mod plane;
 mod region;
 mod shift;
+mod tensor;
 mod transfer;
 
 use std::fmt;
 use std::ops::Range;
 
 pub use batch::{
-    Fetched, Placed, Scatter, TensorBytes, copy_cells, copy_regions, gather, prepare, reserve, scatter,
-    zero_cells,
+    Fetched, Placed, Scatter, copy_cells, copy_regions, gather, prepare, reserve, scatter, zero_cells,
 };
 pub use cell_map::CellMap;
+pub use convert::{Conversion, TensorLayout};
 pub use copies::TensorCopies;
 pub use cuda::{
     CallerStream, Device, Staging, StagingParams, StagingReport, alloc_pinned, free_pinned, register_host,
@@ -41,6 +44,7 @@ pub(crate) use file::{read_error, read_exact_at};
 pub use plane::{Plane, TensorAccess};
 pub use region::Region;
 pub(crate) use shift::{PlaneShift, Rotation, RotationTable, ShiftFailure, ShiftedCell, shift};
+pub use tensor::{StateTensor, TensorBytes};
 pub use transfer::{Progress, ProgressCallback, Threads, Transfer};
 
 use crate::error::Result;

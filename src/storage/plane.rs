@@ -444,13 +444,8 @@ impl Plane {
         }
     }
 
-    /// Checks what a restore of `n_src` cells of `bytes` bytes demands.
-    pub(super) fn check_write(&self, map: &CellMap, n_src: u32, bytes: u64) -> Result<()> {
-        let need = u64::from(n_src).checked_mul(self.shape.cell_bytes());
-        if need != Some(bytes) {
-            let cells = format!("{n_src} cells of {} bytes", self.shape.cell_bytes());
-            return Err(Error::arg("src", format!("has {bytes} bytes (expected {cells})")));
-        }
+    /// Checks that the map's cells are those of a blob of `n_src`, and of this plane.
+    pub(super) fn check_write(&self, map: &CellMap, n_src: u32) -> Result<()> {
         if map.src_end() > n_src {
             let last = map.src_end() - 1;
             return Err(Error::arg("map", format!("cell {last} is not among the {n_src} of the blob")));

@@ -9,6 +9,7 @@ use std::thread;
 
 use super::batch::by_device;
 use super::cuda::{self, ShiftPart};
+use super::hadamard::hadamard;
 use super::{Plane, PlaneShape, Transfer};
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
@@ -221,9 +222,9 @@ impl Rotation {
         for row in row.chunks_exact_mut(bytes_of(self.n_embd_head)) {
             let bytes = &mut row[bytes_of(span.start)..bytes_of(span.end)];
             self.ggml_type.row_to_f32(bytes, head)?;
-            self.hadamard(head);
+            hadamard(head, self.n_rot_k);
             self.turn_pairs(&mut head[(self.offset - span.start) as usize..], angles);
-            self.hadamard(head);
+            hadamard(head, self.n_rot_k);
             self.ggml_type.row_from_f32(head, bytes)?;
         }
         Ok(())
@@ -240,31 +241,6 @@ impl Rotation {
             RopeType::Neox => {
                 let (a, b) = x.split_at_mut(self.n_pair());
                 a.iter_mut().zip(b).zip(angles).for_each(|((a, b), angle)| turn(a, b, angle));
-            }
-        }
-    }
-
-    /// The orthonormal Walsh-Hadamard transform of each `n_rot_k` elements, its own inverse.
-    fn hadamard(&self, x: &mut [f32]) {
-        if self.n_rot_k == 0 {
-            return;
-        }
-        let n = self.n_rot_k as usize;
-        #[expect(clippy::cast_precision_loss, reason = "a power of 2")]
-        let scale = 1.0 / (n as f32).sqrt();
-        for x in x.chunks_exact_mut(n) {
-            let mut half = 1;
-            while half < n {
-                for pair in x.chunks_exact_mut(2 * half) {
-                    let (a, b) = pair.split_at_mut(half);
-                    for (a, b) in a.iter_mut().zip(b) {
-                        (*a, *b) = (*a + *b, *a - *b);
-                    }
-                }
-                half *= 2;
-            }
-            for x in x {
-                *x *= scale;
             }
         }
     }

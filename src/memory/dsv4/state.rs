@@ -7,9 +7,11 @@ use super::geometry::{Dsv4Compressor, Dsv4Geometry, LayerTensor};
 use super::{Dsv4Cache, Dsv4Tensor};
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
+use crate::memory::ReadParams;
+use crate::memory::convert::{self, Convert};
 use crate::memory::kv_write::{Scope, count};
 use crate::state::{Input, Sink, Source};
-use crate::storage::{CellMap, Plane, Region, Scatter, TensorBytes};
+use crate::storage::{CellMap, Conversion, Plane, Region, Scatter, StateTensor, TensorLayout};
 use crate::types::{Pos, Seq, StateFlags};
 
 const MAGIC: u32 = 0x3456_5344; // "DSV4"
@@ -41,7 +43,7 @@ struct TensorPlan<'a> {
     /// Those behind them.
     rest: CellMap,
     /// By stream.
-    srcs: Vec<TensorBytes<'a>>,
+    srcs: Vec<StateTensor<'a>>,
 }
 
 fn mode(flags: StateFlags) -> u32 {
@@ -138,6 +140,18 @@ impl Dsv4Cache {
         plan.seqs(self.geometry.n_stream).for_each(|seq| self.rollback[seq.index()] = 0);
     }
 
+    /// What is converted, in words.
+    pub fn state_notes(&self, plan: &Dsv4Plan<'_>) -> Vec<String> {
+        let tensors = self.geometry.tensors.iter().zip(&plan.tensors).filter_map(|(tensor, plan)| {
+            let name = match tensor.which {
+                Dsv4Tensor::K => "compressed K",
+                Dsv4Tensor::Kv | Dsv4Tensor::Score => "compressor state",
+            };
+            Some((name, plan.as_ref()?.srcs.first()?.conversion))
+        });
+        convert::notes(&self.geometry.name, tensors)
+    }
+
     /// The tensors' part of the commit.
     pub fn state_scatter<'p>(&'p mut self, plan: &'p Dsv4Plan<'_>) -> Vec<Scatter<'p>> {
         let mut batch = Vec::new();
@@ -194,9 +208,10 @@ impl Dsv4Geometry {
     pub fn state_plan<'a>(
         &self,
         source: &mut Source<'a>,
-        scope: Scope,
+        params: ReadParams,
         flags: StateFlags,
     ) -> Result<Dsv4Plan<'a>> {
+        let ReadParams { scope, convert, .. } = params;
         let streams = self.streams(scope);
         let full = mode(flags) == MODE_FULL;
         let mut tensors: Vec<Option<TensorPlan<'a>>> = self.tensors.iter().map(|_| None).collect();
@@ -218,7 +233,7 @@ impl Dsv4Geometry {
             self.read_counts(source, &streams, compressor)?;
             for (i, tensor) in self.tensors_of(compressor, false) {
                 self.read_il(source, tensor)?;
-                tensors[i] = Some(self.read_tensor(source, tensor, n_rows, streams.len())?);
+                tensors[i] = Some(self.read_tensor(source, tensor, (n_rows, streams.len()), convert)?);
             }
         }
         for compressor in Dsv4Compressor::ALL {
@@ -239,7 +254,8 @@ impl Dsv4Geometry {
                 if tensor.which == Dsv4Tensor::Kv {
                     self.read_il(source, tensor)?;
                 }
-                tensors[i] = Some(self.read_tensor(source, tensor, tensor.n_rows, streams.len())?);
+                tensors[i] =
+                    Some(self.read_tensor(source, tensor, (tensor.n_rows, streams.len()), convert)?);
             }
         }
         let all_rows = self.tensors.iter().map(|tensor| run(0, tensor.n_rows)).collect::<Result<_>>()?;
@@ -271,31 +287,42 @@ impl Dsv4Geometry {
         &self,
         source: &mut Source<'a>,
         tensor: &LayerTensor,
-        n_rows: u32,
-        n_stream: usize,
+        (n_rows, n_stream): (u32, usize),
+        convert: Convert,
     ) -> Result<TensorPlan<'a>> {
-        let mismatch = |what, state: String, cache: String| {
-            Err(Error::Mismatch { what, state, cache, place: tensor.place(&self.name) })
-        };
+        let place = || tensor.place(&self.name);
+        let mismatch =
+            |what, state: String, cache: String| Error::Mismatch { what, state, cache, place: place() };
         let number = source.i32("ggml type")?;
-        let ggml_type = tensor.geometry.ggml_type;
-        if number != ggml_type.as_i32() {
-            let state = GgmlType::from_i32(number).map_or(number.to_string(), |t| t.to_string());
-            return mismatch("mismatched type", state, ggml_type.to_string());
-        }
+        let (state, own) = (GgmlType::from_i32(number), tensor.geometry.ggml_type);
+        // llama.cpp rotates quantised rows, and their state does not say so.
+        let takes = |convert: Convert| {
+            let as_rotated = |state: &GgmlType| state.is_quantized() == own.is_quantized();
+            state.filter(|&state| convert.takes_type(state, own)).filter(as_rotated)
+        };
+        let ggml_type = takes(convert).ok_or_else(|| {
+            let state = state.map_or(number.to_string(), |state| state.to_string());
+            let refused = mismatch("mismatched type", state, own.to_string());
+            convert.refusal(refused, |convert| takes(convert).is_some())
+        })?;
+        let n_embd = tensor.geometry.n_embd;
+        let row_size = ggml_type.row_size(n_embd).unwrap_or(tensor.geometry.row_size);
         for (what, want) in [
-            ("mismatched width", u64::from(tensor.geometry.n_embd)),
+            ("mismatched width", u64::from(n_embd)),
             ("mismatched rows", u64::from(n_rows)),
-            ("mismatched row size", tensor.geometry.row_size),
+            ("mismatched row size", row_size),
         ] {
             let got = source.u64(what)?;
             if got != want {
-                return mismatch(what, got.to_string(), want.to_string());
+                return Err(mismatch(what, got.to_string(), want.to_string()));
             }
         }
         // No overflow: rows of 32-bit widths.
-        let bytes = tensor.geometry.row_size.saturating_mul(n_rows.into());
-        let srcs = (0..n_stream).map(|_| source.tensor("DSV4 rows", bytes)).collect::<Result<_>>()?;
+        let bytes = row_size.saturating_mul(n_rows.into());
+        let [from, to] = [ggml_type, own].map(TensorLayout::rows);
+        let conversion = Conversion::new(from, to, n_embd);
+        let src = |_| Ok(StateTensor { bytes: source.tensor("DSV4 rows", bytes)?, conversion });
+        let srcs = (0..n_stream).map(src).collect::<Result<_>>()?;
         Ok(TensorPlan { rows: run(0, n_rows)?, rest: run(n_rows, tensor.n_rows)?, srcs })
     }
 

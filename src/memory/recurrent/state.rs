@@ -8,10 +8,11 @@ use super::geometry::{LayerTensor, RecurrentGeometry, RecurrentTensor};
 use crate::cells::SeqSet;
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
+use crate::memory::convert::{self, Convert};
 use crate::memory::geometry::mismatch;
 use crate::memory::kv_write::{Scope, count};
 use crate::state::{Input, Sink, Source};
-use crate::storage::{CellMap, Plane, Region, Scatter, TensorBytes};
+use crate::storage::{CellMap, Conversion, Plane, Region, Scatter, StateTensor, TensorLayout};
 use crate::types::{Pos, Seq};
 
 /// The only layout there is: states are rows.
@@ -23,7 +24,7 @@ pub(crate) struct ReadState<'a> {
     /// One per state; in the state of a sequence the set is the destination's.
     states: Vec<(SeqSet, Pos)>,
     /// As the geometry's tensors.
-    tensors: Vec<TensorBytes<'a>>,
+    tensors: Vec<StateTensor<'a>>,
 }
 
 /// What a commit will do to a section.
@@ -35,7 +36,7 @@ pub(crate) struct RecurrentPlan<'a> {
     /// The cells that the states take.
     cells: Vec<u32>,
     map: CellMap,
-    tensors: Vec<TensorBytes<'a>>,
+    tensors: Vec<StateTensor<'a>>,
 }
 
 impl RecurrentCache {
@@ -116,10 +117,21 @@ impl RecurrentCache {
         }
     }
 
+    /// What is converted, in words.
+    pub fn state_notes(&self, plan: &RecurrentPlan<'_>) -> Vec<String> {
+        let names = self.geometry.tensors.iter().map(|tensor| match tensor.which {
+            RecurrentTensor::R => "R",
+            RecurrentTensor::P => "P",
+            RecurrentTensor::S => "S",
+        });
+        let conversions = plan.tensors.iter().map(|tensor| tensor.conversion);
+        convert::notes(&self.geometry.name, names.zip(conversions))
+    }
+
     /// The tensors' part of the commit.
     pub fn state_scatter<'p>(&'p mut self, plan: &'p RecurrentPlan<'_>) -> Vec<Scatter<'p>> {
         let n_src = plan.map.n_cells();
-        let part = |(plane, &src): (&'p mut Option<Plane>, &'p TensorBytes<'_>)| {
+        let part = |(plane, &src): (&'p mut Option<Plane>, &'p StateTensor<'_>)| {
             let plane = plane.as_mut().filter(|_| n_src > 0)?;
             Some(Scatter { plane, map: &plan.map, n_src, src })
         };
@@ -134,7 +146,12 @@ impl RecurrentCache {
 
 impl RecurrentGeometry {
     /// Reads the section's bytes and checks everything that can be checked without the cells.
-    pub fn state_read<'a>(&self, source: &mut Source<'a>, scope: Scope) -> Result<ReadState<'a>> {
+    pub fn state_read<'a>(
+        &self,
+        source: &mut Source<'a>,
+        scope: Scope,
+        convert: Convert,
+    ) -> Result<ReadState<'a>> {
         let states = self.read_metadata(source, scope)?;
         let s_trans = source.u32("s_trans")?;
         let n_layer = source.u32("n_layer")?;
@@ -145,22 +162,32 @@ impl RecurrentGeometry {
             return Err(self.mismatch("incompatible s transposition", s_trans, S_TRANS, None));
         }
         let mut tensors = Vec::with_capacity(self.tensors.len());
+        // P has no type of its own: it is of the type of its layer's R, which comes before it.
+        let mut ggml_type = GgmlType::F32;
         for LayerTensor { layer, which, geometry } in &self.tensors {
             let (other_type, other_size) = which.mismatches();
             if *which != RecurrentTensor::P {
                 let number = source.i32("ggml type")?;
-                if number != geometry.ggml_type.as_i32() {
-                    let state = GgmlType::from_i32(number).map_or(number.to_string(), |t| t.to_string());
-                    return Err(self.mismatch(other_type, state, geometry.ggml_type, Some(*layer)));
-                }
+                let state = GgmlType::from_i32(number);
+                let takes =
+                    |convert: Convert| state.filter(|&state| convert.takes_type(state, geometry.ggml_type));
+                ggml_type = takes(convert).ok_or_else(|| {
+                    let state = state.map_or(number.to_string(), |state| state.to_string());
+                    let refused = self.mismatch(other_type, state, geometry.ggml_type, Some(*layer));
+                    convert.refusal(refused, |convert| takes(convert).is_some())
+                })?;
             }
             let row_size = source.u64("row_size")?;
-            if row_size != geometry.row_size {
-                return Err(self.mismatch(other_size, row_size, geometry.row_size, Some(*layer)));
+            let expected = ggml_type.row_size(geometry.n_embd);
+            if Some(row_size) != expected {
+                let expected = expected.unwrap_or(geometry.row_size);
+                return Err(self.mismatch(other_size, row_size, expected, Some(*layer)));
             }
             // No overflow: rows are at most 4 GiB elements, states at most as many as sequences.
             let bytes = row_size.saturating_mul(states.len() as u64);
-            tensors.push(source.tensor(which.field(), bytes)?);
+            let [from, to] = [ggml_type, geometry.ggml_type].map(TensorLayout::rows);
+            let conversion = Conversion::new(from, to, geometry.n_embd);
+            tensors.push(StateTensor { bytes: source.tensor(which.field(), bytes)?, conversion });
         }
         Ok(ReadState { states, tensors })
     }

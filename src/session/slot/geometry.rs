@@ -34,9 +34,17 @@ pub(super) fn geometry_of(context: &Context) -> Vec<SectionGeometry> {
     context.memory.sections().iter().map(of_section).collect()
 }
 
+const N_ROT_K: Tag = Tag(*b"ROTK");
+const N_ROT_V: Tag = Tag(*b"ROTV");
+
+/// Whether a setting is the size of a Hadamard rotation.
+pub(super) fn is_rotation(setting: Tag) -> bool {
+    [N_ROT_K, N_ROT_V].contains(&setting)
+}
+
 fn attention(kv: &KvCache) -> SectionGeometry {
     let geometry = &kv.geometry;
-    let settings = vec![(Tag(*b"ROTK"), geometry.n_rot_k), (Tag(*b"ROTV"), geometry.n_rot_v)];
+    let settings = vec![(N_ROT_K, geometry.n_rot_k), (N_ROT_V, geometry.n_rot_v)];
     let shape = |tag, layer, tensor: TensorGeometry| TensorShape {
         tag: Tag(tag),
         layer,

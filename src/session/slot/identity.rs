@@ -1,9 +1,10 @@
 //! Whose state a slot file holds, compared before anything changes.
 
-use super::geometry::{geometry_of, kind_name};
+use super::geometry::{geometry_of, is_rotation, kind_name};
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{Identity, Integrity, SectionGeometry, Tag, TensorShape, crc32c_append};
+use crate::format::{GgmlType, Identity, Integrity, SectionGeometry, Tag, TensorShape, crc32c_append};
+use crate::memory::Convert;
 
 /// Compares the identity of a file with that of its reader; says what could not be compared.
 ///
@@ -36,12 +37,18 @@ fn check_geometry(file: &[SectionGeometry], context: &Context) -> Result<()> {
     let cache = geometry_of(context);
     same("sections", &file.len(), &cache.len(), usize::to_string, place)?;
     for ((file, cache), of) in file.iter().zip(&cache).zip(context.memory.sections()) {
-        check_section(file, cache, of.name())?;
+        check_section(file, cache, of.name(), context.convert)?;
     }
     Ok(())
 }
 
-fn check_section(file: &SectionGeometry, cache: &SectionGeometry, name: &str) -> Result<()> {
+/// What differs and is converted passes: the state says the same once more, and is asked more closely.
+fn check_section(
+    file: &SectionGeometry,
+    cache: &SectionGeometry,
+    name: &str,
+    convert: Convert,
+) -> Result<()> {
     let section = || format!("section {name}");
     same("kind of section", &file.kind, &cache.kind, |kind| kind_name(*kind), section)?;
     // One that is not named is 0.
@@ -50,20 +57,25 @@ fn check_section(file: &SectionGeometry, cache: &SectionGeometry, name: &str) ->
     };
     for &(tag, _) in cache.settings.iter().chain(&file.settings) {
         let (state, reader) = (value(&file.settings, tag), value(&cache.settings, tag));
-        same("setting", &state, &reader, u32::to_string, || format!("section {name}, {tag}"))?;
+        let takes = |convert: Convert| is_rotation(tag) && convert.takes_rotation(state, reader);
+        if !takes(convert) {
+            same("setting", &state, &reader, u32::to_string, || format!("section {name}, {tag}"))
+                .map_err(|refused| convert.refusal(refused, takes))?;
+        }
     }
     for (file, cache) in file.tensors.iter().zip(&cache.tensors) {
         let which = |tensor: &TensorShape| (tensor.tag, tensor.layer);
         same("tensor", &which(file), &which(cache), |(tag, il)| format!("{tag} of layer {il}"), section)?;
         let place = || format!("section {name}, {} of layer {}", cache.tag, cache.layer);
         let shape = |tensor: &TensorShape| (tensor.ggml_type, tensor.n_embd);
-        same(
-            "shape",
-            &shape(file),
-            &shape(cache),
-            |(ggml_type, n)| format!("{} x {n}", ggml_type.name()),
-            place,
-        )?;
+        let takes = |convert: Convert| {
+            file.n_embd == cache.n_embd && convert.takes_type(file.ggml_type, cache.ggml_type)
+        };
+        if !takes(convert) {
+            let show = |(ggml_type, n): &(GgmlType, u32)| format!("{} x {n}", ggml_type.name());
+            same("shape", &shape(file), &shape(cache), show, place)
+                .map_err(|refused| convert.refusal(refused, takes))?;
+        }
     }
     same("number of tensors", &file.tensors.len(), &cache.tensors.len(), usize::to_string, section)
 }

@@ -26,6 +26,15 @@ struct Restore<'a> {
     plan: MemoryPlan<'a>,
     /// Cells that hold something are overwritten.
     overwrites: bool,
+    /// What is converted, in words.
+    converted: Vec<String>,
+}
+
+impl<'a> Restore<'a> {
+    fn new(plan: MemoryPlan<'a>, context: &Context) -> Self {
+        let overwrites = context.memory.state_overwrites(&plan);
+        Self { overwrites, converted: context.memory.state_notes(&plan), plan }
+    }
 }
 
 impl Context {
@@ -67,11 +76,15 @@ impl Context {
         }
         self.commit_file_state(&restore.plan, !restore.overwrites).map_err(failed)?;
 
+        let mut converted = restore.converted.clone();
         let outcome = match (draft_restore, &mut draft) {
             (Ok(Some(restore)), Some((_, context))) => {
                 let bytes = blob.map_or(0, |blob| blob.end - blob.start);
                 match context.commit_file_state(&restore.plan, !restore.overwrites) {
-                    Ok(()) => DraftOutcome::Restored(bytes),
+                    Ok(()) => {
+                        converted.extend(restore.converted.iter().map(|line| format!("draft, {line}")));
+                        DraftOutcome::Restored(bytes)
+                    }
                     Err(error) => DraftOutcome::Dropped(file.failed(error).to_string()),
                 }
             }
@@ -87,6 +100,7 @@ impl Context {
         for note in &notes {
             log::warn!("{}: {note}", file.path().display());
         }
+        notes.append(&mut converted);
         let target_bytes = state_end - file.state_start();
         let (verified, identity) = match appendices.integrity {
             Some(Integrity { identity, .. }) => (verify, identity),
@@ -137,8 +151,7 @@ impl Context {
         if let Some(integrity) = integrity {
             appendices = Appendices::listed(file, state_end, integrity, expected.verify, notes)?;
         }
-        let overwrites = self.memory.state_overwrites(&plan);
-        Ok((Restore { plan, overwrites }, appendices))
+        Ok((Restore::new(plan, self), appendices))
     }
 }
 
@@ -162,11 +175,11 @@ fn plan_draft<'f>(
     if left > 0 {
         return Err(Error::corrupt("bytes behind the draft state", left, "none"));
     }
-    let overwrites = context.memory.state_overwrites(&plan);
-    if overwrites {
+    let restore = Restore::new(plan, context);
+    if restore.overwrites {
         file.warm(blob, None)?;
     }
-    Ok(Some(Restore { plan, overwrites }))
+    Ok(Some(restore))
 }
 
 fn read_blob(file: &StateFile, range: &Range<u64>) -> Result<Vec<u8>> {

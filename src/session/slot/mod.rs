@@ -102,7 +102,7 @@ pub struct LoadedSlot {
     pub verified: Verify,
     /// What the file says of whose state it is.
     pub identity: Identity,
-    /// What is missing, damaged or unknown, in words.
+    /// What is missing, damaged, unknown or converted, in words.
     pub notes: Vec<String>,
 }
 
