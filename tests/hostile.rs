@@ -659,7 +659,7 @@ fn a_lie_in_a_field_is_refused_with_the_field_and_both_values() {
         (State { n_seq_id: 2, ..s }, "n_seq_id: 2 (expected 1 in a sequence state)"),
         (
             State { v_trans: 1, ..s },
-            "incompatible V transposition: the state has 1, the cache 0 (section kv)",
+            "mismatched value element size: the state has 8, the cache 2 (section kv, layer 0)",
         ),
         (
             State { v_trans: 2, ..s },
@@ -710,7 +710,7 @@ fn a_lie_about_transposed_v_is_refused_with_the_field_and_both_values() {
     let table = [
         (
             State { v_trans: 0, ..s },
-            "incompatible V transposition: the state has 0, the cache 1 (section kv)",
+            "mismatched value row size: the state has 17179869186, the cache 8 (section kv, layer 0)",
         ),
         (
             State { v_trans: 2, ..s },

@@ -28,7 +28,7 @@ NO_FIT = "failed to restore sequence state"
 
 # Metadata behind the cells of the first attention section, in order, and what is said about another value.
 HEADER = {
-    "v_trans": "incompatible V transposition: the state has",
+    "v_trans": "mismatched value element size: the state has|incompatible V transposition: the state has",
     "n_layer": "mismatched layer count: the state has",
     "n_rot_k": "incompatible key rotation: the state has",
     "n_rot_v": "incompatible value rotation: the state has",
