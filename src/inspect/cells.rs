@@ -46,7 +46,7 @@ pub struct Cell<'a> {
     /// Column, row and token of an image patch or an n-gram model; the token is [`TOKEN_NULL`] where the layout has none.
     pub ext: Option<(Pos, Pos, Token)>,
     /// Four bytes for each sequence.
-    seq_ids: &'a [u8],
+    pub(super) seq_ids: &'a [u8],
 }
 
 impl<'a> Cell<'a> {

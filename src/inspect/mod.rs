@@ -11,9 +11,12 @@
 
 mod appendices;
 mod cells;
+mod diff;
+mod dsv4;
 mod reading;
 mod search;
 mod state;
+mod verify;
 
 use std::ops::Range;
 
@@ -22,6 +25,9 @@ use serde::Serialize;
 pub use appendices::{Appendices, Damage};
 pub use cells::{Cell, CellExtLayout, Cells, Run, Runs};
 pub use state::{Basis, DataHeader, Dsv4Cache, Dsv4Mode, Dsv4State, Section, Shape, State, Stream, Tensor};
+
+pub use diff::{Diff, FieldDiff, Inspected, SectionDiff, TensorDiff, TokenDiff, Value, diff};
+pub use verify::{Outcome, Verification, VerifiedPart, verify};
 
 use crate::error::{Error, Result};
 use crate::format::{

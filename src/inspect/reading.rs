@@ -1,7 +1,8 @@
 //! Reads one section under one interpretation of its bytes.
 
 use super::cells::{Cell, CellExtLayout};
-use super::state::{DataHeader, Dsv4Cache, Dsv4Mode, Dsv4State, Section, Shape, Stream, Tensor};
+use super::dsv4;
+use super::state::{DataHeader, Dsv4Mode, Section, Shape, Stream, Tensor};
 use crate::error::{Error, Result};
 use crate::format::{Cursor, GgmlType, StateVersion, Tag, TensorShape};
 use crate::types::MAX_SEQ;
@@ -47,7 +48,7 @@ pub(super) struct Input<'a> {
 pub(super) struct Steps(pub u64);
 
 impl Steps {
-    fn take(&mut self) -> Result<()> {
+    pub fn take(&mut self) -> Result<()> {
         self.0 = self.0.checked_sub(1).ok_or_else(|| {
             Error::corrupt("memory state", "too many interpretations", "one that fits soon")
         })?;
@@ -67,7 +68,7 @@ impl<'a> Input<'a> {
         let (shape, streams) = match reading {
             Reading::Attention { ext, v } => self.attention(&mut input, ext, v, steps)?,
             Reading::Recurrent { tensors } => self.recurrent(&mut input, tensors, steps)?,
-            Reading::Dsv4(mode) => self.dsv4(&mut input, mode, steps)?,
+            Reading::Dsv4(mode) => dsv4::read(&mut input, mode, steps)?,
             Reading::Shared => (Shape::Shared, Vec::new()),
         };
         Ok(Section { shape, bytes: at..input.offset() as u64, streams })
@@ -76,7 +77,7 @@ impl<'a> Input<'a> {
     /// Layers of an attention section, and how many entries like those of V follow its K; `None` without cells.
     pub fn probe_v(&self, at: u64, ext: CellExtLayout, steps: &mut Steps) -> Result<Option<(u32, u32)>> {
         let mut input = self.at(at)?;
-        for _ in 0..self.n_stream(&mut input)? {
+        for _ in 0..n_stream(&mut input)? {
             let (n_cells, _) = self.cells(&mut input, ext, steps)?;
             if n_cells == 0 {
                 continue;
@@ -113,14 +114,6 @@ impl<'a> Input<'a> {
             }
         }
         Ok(n)
-    }
-
-    fn n_stream(&self, input: &mut Cursor<'_>) -> Result<u32> {
-        let n_stream = input.u32("n_stream")?;
-        if !(1..=MAX_SEQ).contains(&n_stream) {
-            return Err(Error::corrupt("n_stream", n_stream, format_args!("1 to {MAX_SEQ}")));
-        }
-        Ok(n_stream)
     }
 
     /// Passes over the cells of a stream; how many they are, and where.
@@ -172,7 +165,7 @@ impl<'a> Input<'a> {
     ) -> Result<(Shape, Vec<Stream>)> {
         let mut streams: Vec<Stream> = Vec::new();
         let mut data: Option<DataHeader> = None;
-        for stream in 0..self.n_stream(input)? {
+        for stream in 0..n_stream(input)? {
             let (n_cells, cells) = self.cells(input, cell_ext, steps)?;
             let mut tensors = Vec::new();
             if n_cells > 0 {
@@ -243,59 +236,17 @@ impl<'a> Input<'a> {
         }
         Ok((Shape::Recurrent { n_layer }, vec![Stream { stream: 0, n_cells, cells, tensors }]))
     }
-
-    fn dsv4(
-        &self,
-        input: &mut Cursor<'a>,
-        mode: Dsv4Mode,
-        steps: &mut Steps,
-    ) -> Result<(Shape, Vec<Stream>)> {
-        let mut all = Vec::new();
-        let mut caches = Vec::new();
-        let of_dsv4: [(&'static str, [Tag; 3]); 3] = [
-            ("CSA", [Tag(*b"CSAK"), Tag(*b"CSAV"), Tag(*b"CSAS")]),
-            ("HCA", [Tag(*b"HCAK"), Tag(*b"HCAV"), Tag(*b"HCAS")]),
-            ("LID", [Tag(*b"LIDK"), Tag(*b"LIDV"), Tag(*b"LIDS")]),
-        ];
-        for (name, [k, ..]) in of_dsv4.into_iter().filter(|_| mode == Dsv4Mode::Full) {
-            let version = input.u32("DSV4 K cache version")?;
-            if !(1..=2).contains(&version) {
-                return Err(Error::corrupt("DSV4 K cache version", version, "1 or 2"));
-            }
-            let n_rows = input.u32("n_rows")?;
-            let n_stream = self.n_stream(input)?;
-            let n_layer = n_layer(input)?;
-            for _ in 0..n_layer {
-                let il = input.u32("layer")?;
-                dsv4_tensor(input, &mut all, (k, il), n_rows, n_stream, steps)?;
-            }
-            caches.push(Dsv4Cache { name, n_rows, n_layer });
-        }
-        let mut compressors = Vec::new();
-        for (name, [_, kv, score]) in of_dsv4 {
-            let version = input.u32("DSV4 state version")?;
-            if version != 1 {
-                return Err(Error::corrupt("DSV4 state version", version, 1));
-            }
-            let (ratio, state_size) = (input.u32("ratio")?, input.u32("state size")?);
-            let n_embd_state = input.u32("state width")?;
-            let n_stream = self.n_stream(input)?;
-            let n_layer = n_layer(input)?;
-            for _ in 0..n_layer {
-                let il = input.u32("layer")?;
-                dsv4_tensor(input, &mut all, (kv, il), state_size, n_stream, steps)?;
-                dsv4_tensor(input, &mut all, (score, il), state_size, n_stream, steps)?;
-            }
-            compressors.push(Dsv4State { name, ratio, state_size, n_embd_state, n_layer });
-        }
-        let at = input.offset() as u64;
-        let streams =
-            (0..).zip(all).map(|(stream, tensors)| Stream { stream, n_cells: 0, cells: at..at, tensors });
-        Ok((Shape::Dsv4 { caches, compressors }, streams.collect()))
-    }
 }
 
-fn n_layer(input: &mut Cursor<'_>) -> Result<u32> {
+pub(super) fn n_stream(input: &mut Cursor<'_>) -> Result<u32> {
+    let n_stream = input.u32("n_stream")?;
+    if !(1..=MAX_SEQ).contains(&n_stream) {
+        return Err(Error::corrupt("n_stream", n_stream, format_args!("1 to {MAX_SEQ}")));
+    }
+    Ok(n_stream)
+}
+
+pub(super) fn n_layer(input: &mut Cursor<'_>) -> Result<u32> {
     let n_layer = input.u32("n_layer")?;
     if n_layer > MAX_LAYERS {
         return Err(Error::corrupt("n_layer", n_layer, format_args!("at most {MAX_LAYERS}")));
@@ -303,7 +254,7 @@ fn n_layer(input: &mut Cursor<'_>) -> Result<u32> {
     Ok(n_layer)
 }
 
-fn ggml_type(input: &mut Cursor<'_>) -> Result<GgmlType> {
+pub(super) fn ggml_type(input: &mut Cursor<'_>) -> Result<GgmlType> {
     let number = input.i32("ggml type")?;
     GgmlType::from_i32(number).ok_or_else(|| Error::corrupt("ggml type", number, "a type of ggml"))
 }
@@ -353,7 +304,7 @@ fn rows(
     Ok(Tensor { tag, layer, ggml_type, row_size, n_rows, transposed: false, offset })
 }
 
-fn skip_rows(input: &mut Cursor<'_>, row_size: u64, n_rows: u64) -> Result<()> {
+pub(super) fn skip_rows(input: &mut Cursor<'_>, row_size: u64, n_rows: u64) -> Result<()> {
     input.bytes("rows", row_size.saturating_mul(n_rows)).map(|_| ())
 }
 
@@ -382,39 +333,6 @@ fn v(
     let offset = input.offset() as u64;
     skip_rows(input, row_size, n_rows)?;
     Ok(Tensor { tag: V, layer, ggml_type, row_size, n_rows, transposed: true, offset })
-}
-
-/// A tensor of a compressor; its rows go to the streams in turn.
-fn dsv4_tensor(
-    input: &mut Cursor<'_>,
-    streams: &mut Vec<Vec<Tensor>>,
-    (tag, layer): (Tag, u32),
-    n_rows: u32,
-    n_stream: u32,
-    steps: &mut Steps,
-) -> Result<()> {
-    let ggml_type = ggml_type(input)?;
-    let (n_embd, rows, row_size) = (input.u64("width")?, input.u64("rows")?, input.u64("row_size")?);
-    if rows != u64::from(n_rows) {
-        return Err(Error::corrupt("rows", rows, n_rows));
-    }
-    let expected = u32::try_from(n_embd).ok().and_then(|n_embd| ggml_type.row_size(n_embd));
-    if expected != Some(row_size) {
-        return Err(Error::corrupt(
-            "row_size",
-            row_size,
-            format_args!("that of {n_embd} {}", ggml_type.name()),
-        ));
-    }
-    streams.resize_with(streams.len().max(n_stream as usize), Vec::new);
-    for stream in streams.iter_mut().take(n_stream as usize) {
-        steps.take()?;
-        let offset = input.offset() as u64;
-        skip_rows(input, row_size, rows)?;
-        let layer = Some(layer);
-        stream.push(Tensor { tag, layer, ggml_type, row_size, n_rows: rows, transposed: false, offset });
-    }
-    Ok(())
 }
 
 /// The layers that have a V.

@@ -306,11 +306,22 @@ fn has_dsv4(sections: &[Section]) -> bool {
     sections.iter().any(|section| matches!(section.shape, Shape::Dsv4 { .. }))
 }
 
-/// Whether one of llama.cpp's memories has such sections, or a part of them in a partial state.
+/// The sections of llama.cpp's memories, and those of their partial states.
+const MEMORIES: [&[&str]; 10] = [
+    &[],
+    &["attention"],
+    &["recurrent"],
+    &["attention", "attention"],
+    &["attention", "recurrent"],
+    &["attention", "attention", "attention"],
+    &["attention", "attention", "recurrent"],
+    &["attention", "recurrent", "attention"],
+    &["attention", "dsv4"],
+    &["attention", "attention", "dsv4"],
+];
+
+/// Whether one of llama.cpp's memories has such sections.
 fn is_of_llama_cpp(sections: &[Section]) -> bool {
-    let kinds: Vec<_> = sections.iter().map(|section| section.kind()).collect();
-    const A: &str = "attention";
-    const R: &str = "recurrent";
-    [&[][..], &[A], &[R], &[A, A], &[A, R], &[A, A, A], &[A, A, R], &[A, R, A], &[A, "dsv4"], &[A, A, "dsv4"]]
-        .contains(&&kinds[..])
+    let kinds: Vec<_> = sections.iter().map(Section::kind).collect();
+    MEMORIES.contains(&&kinds[..])
 }
