@@ -105,7 +105,8 @@ impl Appendices {
 
     /// Behind one that is unknown or damaged nobody knows where the next begins.
     fn read_in_turn(&mut self, input: &[u8], mut start: u64) {
-        let len = input.len() as u64;
+        // One at the end that is damaged is known already.
+        let len = self.damage.first().map_or(input.len() as u64, |damage| damage.bytes.start);
         while start < len {
             let rest = start..len;
             let kind = cursor(input, &rest).and_then(|mut input| Cursor::u32(&mut input, "appendix magic"));

@@ -98,7 +98,7 @@ fn slice<'a>(input: &'a [u8], range: &Range<u64>) -> &'a [u8] {
     range.and_then(|(start, end)| input.get(start..end)).unwrap_or_default()
 }
 
-/// Longest name of an architecture that is believed of a blob without a magic.
+/// Longest name of an architecture; those of llama.cpp have less than half of it.
 const MAX_ARCH: u32 = 64;
 
 /// Describes a file, or a state in memory.
@@ -128,16 +128,25 @@ pub fn inspect(input: &[u8]) -> Result<Description> {
     if magic == SEQ_BLOB_MAGIC {
         return blob(input);
     }
-    if (1..=MAX_ARCH).contains(&magic)
-        && let Ok(arch) = arch(&mut cursor)
-        && arch.chars().all(|c| c.is_ascii_graphic())
-    {
-        let state = understand(Known::whole_context(input, cursor.offset() as u64), &NEWEST_FIRST);
-        let of_state = Description::of_state(input, state);
-        return Ok(Description { kind: Kind::ContextState, arch: Some(arch), ..of_state });
+    if let Some(found) = context_state(input) {
+        return Ok(found);
     }
+    cursor.u32("magic")?;
     let version = cursor.u32("version").unwrap_or(0);
     Err(Error::UnknownVersion { kind: FileKind::Sequence.name(), magic, version })
+}
+
+/// The state of a whole context, which has no magic: if it begins like one.
+fn context_state(input: &[u8]) -> Option<Description> {
+    let mut cursor = Cursor::new(input);
+    let arch = arch(&mut cursor).ok()?;
+    let state = understand(Known::whole_context(input, cursor.offset() as u64), &NEWEST_FIRST);
+    // Without a name, anything that begins with zeros does.
+    if arch.is_empty() && matches!(state.basis, Basis::Incomplete { .. }) {
+        return None;
+    }
+    let of_state = Description::of_state(input, state);
+    Some(Description { kind: Kind::ContextState, arch: Some(arch), ..of_state })
 }
 
 /// A blob does not say which version it is of.
@@ -153,6 +162,7 @@ pub fn blob(input: &[u8]) -> Result<Description> {
         bytes: input,
         start: SEQ_BLOB_HEADER_LEN,
         whole: false,
+        is_file: false,
         may_end_before: false,
         geometry: None,
     };
@@ -163,14 +173,14 @@ pub fn blob(input: &[u8]) -> Result<Description> {
 fn sequence_file(input: &[u8], mut cursor: Cursor<'_>) -> Result<Description> {
     let header = FileHeader::read(&mut cursor, FileKind::Sequence)?;
     let tokens = token_field(&mut cursor, header)?;
-    let start = cursor.offset() as u64;
-    let mut appendices = Appendices::at_end(input, start);
-    let listed = appendices.state_by_list().filter(|state| state.start == start);
+    let mut appendices = Appendices::at_end(input, FileHeader::LEN as u64);
+    // The list says where the state is, whatever the header says.
+    let listed = appendices.state_by_list();
     let known = Known {
-        // The list says where the state ends.
         bytes: listed.as_ref().map_or(input, |state| slice(input, &(0..state.end))),
-        start,
+        start: listed.as_ref().map_or(cursor.offset() as u64, |state| state.start),
         whole: false,
+        is_file: true,
         may_end_before: listed.is_none(),
         geometry: appendices.integrity.as_ref().map(|integrity| &integrity.geometry[..]),
     };
@@ -205,7 +215,7 @@ impl Description {
 impl<'a> Known<'a> {
     /// It has no appendices, and takes all that is left.
     fn whole_context(bytes: &'a [u8], start: u64) -> Self {
-        Self { bytes, start, whole: true, may_end_before: false, geometry: None }
+        Self { bytes, start, whole: true, is_file: true, may_end_before: false, geometry: None }
     }
 }
 
@@ -215,8 +225,15 @@ fn token_field(cursor: &mut Cursor<'_>, header: FileHeader) -> Result<Range<u64>
     Ok(start..cursor.offset() as u64)
 }
 
+/// The name of an architecture.
 fn arch(cursor: &mut Cursor<'_>) -> Result<String> {
     let len = cursor.u32("arch length")?;
+    if len > MAX_ARCH {
+        return Err(Error::corrupt("arch length", len, format_args!("at most {MAX_ARCH}")));
+    }
     let name = cursor.bytes("arch", len.into())?;
-    Ok(String::from_utf8_lossy(&name[..name.len().min(MAX_ARCH as usize)]).into_owned())
+    if !name.iter().all(u8::is_ascii_graphic) {
+        return Err(Error::corrupt("arch", name.escape_ascii(), "a name"));
+    }
+    Ok(String::from_utf8_lossy(name).into_owned())
 }

@@ -56,6 +56,22 @@ impl Steps {
     }
 }
 
+/// Why some bytes are no section, and how far they are one.
+#[derive(Debug)]
+pub(super) struct Stop {
+    pub at: u64,
+    pub error: Error,
+}
+
+impl Stop {
+    /// What ends too early is one as far as it goes, unless it claims more than any file has.
+    fn new(input: &Cursor<'_>, error: Error) -> Self {
+        let is_cut = matches!(error, Error::Truncated { need, .. } if need < 1 << 40);
+        let left = if is_cut { input.left() } else { 0 };
+        Self { at: (input.offset() + left) as u64, error }
+    }
+}
+
 impl<'a> Input<'a> {
     pub fn at(&self, offset: u64) -> Result<Cursor<'a>> {
         let mut cursor = Cursor::new(self.bytes);
@@ -63,57 +79,70 @@ impl<'a> Input<'a> {
         Ok(cursor)
     }
 
-    pub fn read(&self, at: u64, reading: Reading<'_>, steps: &mut Steps) -> Result<Section> {
-        let mut input = self.at(at)?;
+    /// Runs `read` on the input from there on; an error with the place that it got to.
+    fn from<T>(&self, at: u64, read: impl FnOnce(&mut Cursor<'a>) -> Result<T>) -> Result<T, Stop> {
+        let mut input = self.at(at).map_err(|error| Stop { at, error })?;
+        read(&mut input).map_err(|error| Stop::new(&input, error))
+    }
+
+    pub fn read(&self, at: u64, reading: Reading<'_>, steps: &mut Steps) -> Result<Section, Stop> {
+        self.from(at, |input| self.section(input, reading, steps))
+    }
+
+    fn section(&self, input: &mut Cursor<'a>, reading: Reading<'_>, steps: &mut Steps) -> Result<Section> {
+        let at = input.offset() as u64;
         let (shape, streams) = match reading {
-            Reading::Attention { ext, v } => self.attention(&mut input, ext, v, steps)?,
-            Reading::Recurrent { tensors } => self.recurrent(&mut input, tensors, steps)?,
-            Reading::Dsv4(mode) => dsv4::read(&mut input, mode, steps)?,
+            Reading::Attention { ext, v } => self.attention(input, ext, v, steps)?,
+            Reading::Recurrent { tensors } => self.recurrent(input, tensors, steps)?,
+            Reading::Dsv4(mode) => dsv4::read(input, mode, steps)?,
             Reading::Shared => (Shape::Shared, Vec::new()),
         };
         Ok(Section { shape, bytes: at..input.offset() as u64, streams })
     }
 
-    /// Layers of an attention section, and how many entries like those of V follow its K; `None` without cells.
-    pub fn probe_v(&self, at: u64, ext: CellExtLayout, steps: &mut Steps) -> Result<Option<(u32, u32)>> {
-        let mut input = self.at(at)?;
-        for _ in 0..n_stream(&mut input)? {
-            let (n_cells, _) = self.cells(&mut input, ext, steps)?;
-            if n_cells == 0 {
-                continue;
+    /// Layers of an attention section, how many entries like those of V follow its K, and why no more; no layers without cells.
+    pub fn probe_v(
+        &self,
+        at: u64,
+        ext: CellExtLayout,
+        steps: &mut Steps,
+    ) -> Result<(u32, u32, Option<Stop>), Stop> {
+        self.from(at, |input| {
+            for _ in 0..n_stream(input)? {
+                let (n_cells, _) = self.cells(input, ext, steps)?;
+                if n_cells == 0 {
+                    continue;
+                }
+                let data = self.data_header(input)?;
+                for layer in 0..data.n_layer {
+                    tensor(input, K, Some(layer), n_cells.into(), steps)?;
+                }
+                for n_v in 0..data.n_layer {
+                    if let Err(error) = v(input, data, None, n_cells, steps) {
+                        return Ok((data.n_layer, n_v, Some(Stop::new(input, error))));
+                    }
+                }
+                return Ok((data.n_layer, data.n_layer, None));
             }
-            let data = self.data_header(&mut input)?;
-            for layer in 0..data.n_layer {
-                tensor(&mut input, K, Some(layer), n_cells.into(), steps)?;
-            }
-            let entry = |input: &mut Cursor<'a>, steps: &mut Steps| v(input, data, None, n_cells, steps);
-            let n_v = (0..data.n_layer).take_while(|_| entry(&mut input, steps).is_ok()).count();
-            return Ok(Some((data.n_layer, u32::try_from(n_v).unwrap_or(MAX_LAYERS))));
-        }
-        Ok(None)
+            Ok((0, 0, None))
+        })
     }
 
     /// How many entries like those of R and S a recurrent section can have.
-    pub fn probe_recurrent(&self, at: u64, has_p: bool, steps: &mut Steps) -> Result<u32> {
-        let mut input = self.at(at)?;
-        let (n_cells, n_layer) = self.recurrent_head(&mut input, steps)?;
-        let mut n = 0;
-        while n < 2 * n_layer {
-            let mut entry = || {
-                let r = tensor(&mut input, R, None, n_cells.into(), steps)?;
-                if n == 0 && has_p {
-                    p(&mut input, r.ggml_type, None, n_cells, steps)?;
-                }
-                Ok::<_, Error>(())
-            };
-            match entry() {
-                Ok(()) => n += 1,
-                // What was asked for is not there.
-                Err(error) if n == 0 && has_p => return Err(error),
-                Err(_) => break,
+    pub fn probe_recurrent(&self, at: u64, has_p: bool, steps: &mut Steps) -> Result<u32, Stop> {
+        self.from(at, |input| {
+            let (n_cells, n_layer) = self.recurrent_head(input, steps)?;
+            let mut n = 0;
+            if has_p {
+                let r = tensor(input, R, None, n_cells.into(), steps)?;
+                p(input, r.ggml_type, None, n_cells, steps)?;
+                n = 1;
             }
-        }
-        Ok(n)
+            while n < 2 * n_layer && tensor(input, R, None, n_cells.into(), steps).is_ok() {
+                n += 1;
+            }
+            Ok(n)
+        })
     }
 
     /// Passes over the cells of a stream; how many they are, and where.

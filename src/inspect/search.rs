@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 
 use super::cells::CellExtLayout;
-use super::reading::{Input, Layers, Reading, Steps};
+use super::reading::{Input, Layers, Reading, Steps, Stop};
 use super::state::{Basis, Dsv4Mode, Section, Shape, State, Tensor};
 use crate::error::{Error, Result};
 use crate::format::{GgmlType, PartKind, SectionGeometry, StateVersion, Tag, TensorShape};
@@ -27,6 +27,8 @@ pub(super) struct Known<'a> {
     pub start: u64,
     /// The state of a whole context.
     pub whole: bool,
+    /// A file holds at least one section; a partial state in memory may have none.
+    pub is_file: bool,
     /// Appendices may follow.
     pub may_end_before: bool,
     pub geometry: Option<&'a [SectionGeometry]>,
@@ -53,21 +55,11 @@ pub(super) fn understand(known: Known<'_>, versions: &[StateVersion]) -> State {
     })
 }
 
-/// How far the bytes are understood.
+/// The reading that got furthest: the sections before it, and why it ended.
 #[derive(Default)]
 struct Furthest {
-    end: u64,
     sections: Vec<Section>,
-    /// What is wrong behind them.
-    reason: Option<String>,
-}
-
-impl Furthest {
-    fn failed(&mut self, at: u64, error: &Error) {
-        if at == self.end && self.reason.is_none() {
-            self.reason = Some(error.to_string());
-        }
-    }
+    stop: Option<Stop>,
 }
 
 struct Search<'a> {
@@ -94,14 +86,14 @@ impl<'a> Search<'a> {
             open: Vec::new(),
             found: Vec::new(),
             dead: BTreeSet::new(),
-            furthest: Furthest { end: known.start, ..Furthest::default() },
+            furthest: Furthest::default(),
         }
     }
 
     fn run(mut self) -> State {
         match self.dsv4_header() {
             Ok(start) => self.sections(start),
-            Err(error) => self.furthest.failed(self.known.start, &error),
+            Err(error) => self.stopped(Stop { at: self.known.start, error }),
         }
         let Self { known, input, dsv4_mode, found, furthest, .. } = self;
         let n_fit = found.len();
@@ -111,11 +103,13 @@ impl<'a> Search<'a> {
             Some(sections) if known.geometry.is_some() => (sections, Basis::Recorded),
             Some(sections) => (sections, Basis::Guessed { n_fit }),
             None => {
-                let reason = furthest.reason.unwrap_or_else(|| "no interpretation fits".to_owned());
+                let stop = furthest.stop;
+                let reason =
+                    stop.map_or_else(|| "no interpretation fits".to_owned(), |stop| stop.error.to_string());
                 (furthest.sections, Basis::Incomplete { reason })
             }
         };
-        let end = sections.last().map_or(furthest.end, |section| section.bytes.end);
+        let end = sections.last().map_or(known.start, |section| section.bytes.end);
         State { bytes: known.start..end, version: input.version, dsv4_mode, sections, basis }
     }
 
@@ -151,6 +145,10 @@ impl<'a> Search<'a> {
         let is_appendix =
             matches!(magic, Some(PartKind::CHECKPOINTS | PartKind::DRAFT | PartKind::INTEGRITY));
         let is_whole = self.known.geometry.is_none_or(|all| self.open.len() == all.len());
+        let may_be_empty = !self.known.is_file || self.known.geometry.is_some();
+        if self.open.is_empty() && !may_be_empty {
+            return false;
+        }
         (rest.is_empty() || (self.known.may_end_before && is_appendix)) && is_whole
     }
 
@@ -165,26 +163,21 @@ impl<'a> Search<'a> {
         if self.dead.contains(&place) {
             return;
         }
-        if at > self.furthest.end {
-            self.furthest = Furthest { end: at, sections: self.open.clone(), reason: None };
-        }
-        let readings = self.readings(at).unwrap_or_else(|error| {
-            self.furthest.failed(at, &error);
-            Vec::new()
-        });
+        let readings = self.readings(at);
         for reading in readings {
             if self.found.len() >= MAX_FOUND {
                 break;
             }
             let section = self.input.read(at, reading, &mut self.steps);
-            match section.and_then(|section| self.as_recorded(section)) {
+            let as_recorded = |section| self.as_recorded(section).map_err(|error| Stop { at, error });
+            match section.and_then(as_recorded) {
                 Ok(section) => {
                     let end = section.bytes.end;
                     self.open.push(section);
                     self.sections(end);
                     self.open.pop();
                 }
-                Err(error) => self.furthest.failed(at, &error),
+                Err(stop) => self.stopped(stop),
             }
         }
         if self.found.len() == before {
@@ -192,26 +185,36 @@ impl<'a> Search<'a> {
         }
     }
 
+    /// A reading has ended without being a section.
+    fn stopped(&mut self, stop: Stop) {
+        if self.furthest.stop.as_ref().is_none_or(|known| known.at < stop.at) {
+            self.furthest = Furthest { sections: self.open.clone(), stop: Some(stop) };
+        }
+    }
+
+    /// Why nothing from there on can be a section.
+    fn refused(&mut self, at: u64, error: Error) -> Vec<Reading<'a>> {
+        self.stopped(Stop { at, error });
+        Vec::new()
+    }
+
     /// The ways in which the bytes from there on may be a section, the likeliest first.
-    ///
-    /// # Errors
-    /// Why there is none.
-    fn readings(&mut self, at: u64) -> Result<Vec<Reading<'a>>> {
+    fn readings(&mut self, at: u64) -> Vec<Reading<'a>> {
         let Some(geometry) = self.known.geometry else { return self.guessed_readings(at) };
-        let left = format_args!("{} bytes behind the last", self.known.bytes.len() as u64 - at).to_string();
-        let section =
-            geometry.get(self.open.len()).ok_or_else(|| Error::corrupt("sections", left, geometry.len()))?;
+        let Some(section) = geometry.get(self.open.len()) else {
+            let left = self.known.bytes.len() as u64 - at;
+            return self.refused(at, Error::corrupt("bytes behind the last section", left, "none"));
+        };
         let layers = Layers::Recorded(&section.tensors);
         match section.kind {
-            SectionGeometry::ATTENTION => Ok(self
-                .recorded_ext(section)
-                .into_iter()
-                .map(|ext| Reading::Attention { ext, v: layers })
-                .collect()),
-            SectionGeometry::RECURRENT => Ok(vec![Reading::Recurrent { tensors: layers }]),
-            SectionGeometry::SHARED => Ok(vec![Reading::Shared]),
-            SectionGeometry::DSV4 => Ok(self.dsv4_mode.map(Reading::Dsv4).into_iter().collect()),
-            other => Err(Error::corrupt("kind of section", other, "1 to 4")),
+            SectionGeometry::ATTENTION => {
+                let ext = self.recorded_ext(section).into_iter();
+                ext.map(|ext| Reading::Attention { ext, v: layers }).collect()
+            }
+            SectionGeometry::RECURRENT => vec![Reading::Recurrent { tensors: layers }],
+            SectionGeometry::SHARED => vec![Reading::Shared],
+            SectionGeometry::DSV4 => self.dsv4_mode.map(Reading::Dsv4).into_iter().collect(),
+            other => self.refused(at, Error::corrupt("kind of section", other, "1 to 4")),
         }
     }
 
@@ -230,29 +233,32 @@ impl<'a> Search<'a> {
         [CellExtLayout::None, ext]
     }
 
-    fn guessed_readings(&mut self, at: u64) -> Result<Vec<Reading<'a>>> {
+    fn guessed_readings(&mut self, at: u64) -> Vec<Reading<'a>> {
         if self.open.len() >= MAX_SECTIONS {
-            return Err(Error::corrupt("sections", "more", format_args!("at most {MAX_SECTIONS}")));
+            let most = format_args!("at most {MAX_SECTIONS}");
+            return self.refused(at, Error::corrupt("sections", "more", most));
         }
         if has_dsv4(&self.open) {
-            return Err(Error::corrupt("sections", "bytes behind the compressed half", "none"));
+            let left = self.known.bytes.len() as u64 - at;
+            return self.refused(at, Error::corrupt("bytes behind the compressed half", left, "none"));
         }
         let mut found = Vec::new();
-        let mut problem = None;
         for ext in self.ext_layouts() {
-            match self.input.probe_v(at, ext, &mut self.steps) {
-                Ok(probed) => {
-                    let (n_layer, n_v) = probed.unwrap_or_default();
-                    let all = Some(n_layer).filter(|&n| n == n_v);
-                    let others = (1..=n_v).rev().filter(|n| Some(*n) != all);
-                    // Every layer has a V, or none has, but for models that nobody has made.
-                    let mut counts: Vec<u32> = all.into_iter().chain([0]).chain(others).collect();
-                    counts.dedup();
-                    let v = |n| Layers::Guessed { n, has_p: false };
-                    found.extend(counts.into_iter().map(|n| Reading::Attention { ext, v: v(n) }));
+            let (n_layer, n_v, stop) = match self.input.probe_v(at, ext, &mut self.steps) {
+                Ok(probed) => probed,
+                Err(stop) => {
+                    self.stopped(stop);
+                    continue;
                 }
-                Err(error) => problem = problem.or(Some(error)),
-            }
+            };
+            stop.into_iter().for_each(|stop| self.stopped(stop));
+            let all = Some(n_layer).filter(|&n| n == n_v);
+            let others = (1..=n_v).rev().filter(|n| Some(*n) != all);
+            // Every layer has a V, or none has, but for models that nobody has made.
+            let mut counts: Vec<u32> = all.into_iter().chain([0]).chain(others).collect();
+            counts.dedup();
+            let v = |n| Layers::Guessed { n, has_p: false };
+            found.extend(counts.into_iter().map(|n| Reading::Attention { ext, v: v(n) }));
         }
         if self.dsv4_mode.is_some() {
             found.extend(self.dsv4_mode.map(Reading::Dsv4));
@@ -267,10 +273,7 @@ impl<'a> Search<'a> {
                 found.extend(even.chain(odd).map(|n| Reading::Recurrent { tensors: tensors(n) }));
             }
         }
-        match problem {
-            Some(error) if found.is_empty() => Err(error),
-            _ => Ok(found),
-        }
+        found
     }
 
     /// Compares a section with the geometry of the file, if it has one.

@@ -40,7 +40,7 @@ pub enum Outcome {
     Whole,
     /// Its structure makes sense; no checksum was compared.
     Plausible,
-    /// It is of an unknown kind, and no checksum was compared.
+    /// No checksum was compared, and nothing else is known: it is of an unknown kind, or the header is damaged.
     Unknown,
     /// It is damaged, and how.
     Damaged(String),
@@ -79,14 +79,16 @@ pub fn verify(
             if let Basis::Incomplete { reason } = &description.state.basis {
                 problems.push((PartKind::STATE, reason.clone()));
             }
-            if description.state.bytes.start != head_len {
-                let text = format!("it ends at {}, not at {head_len}", description.state.bytes.start);
-                problems.push((PartKind::HEAD, text));
+            let end = description.tokens.as_ref().map_or(0, |tokens| tokens.end);
+            if end != head_len {
+                problems.push((PartKind::HEAD, format!("the tokens end at {end}, not at {head_len}")));
             }
         }
         Err(error) => problems.push((PartKind::HEAD, error.to_string())),
     }
 
+    // Without the header nobody can know how the memory state is to be read.
+    let has_head = !problems.iter().any(|(of, _)| *of == PartKind::HEAD);
     let wanted = |part: &Part| match part.kind {
         PartKind::HEAD => level >= Verify::Headers,
         _ => level >= Verify::Full,
@@ -104,12 +106,14 @@ pub fn verify(
                 _ if crc != part.crc32c => {
                     Outcome::Damaged(format!("crc32c {crc:08x} (expected {:08x})", part.crc32c))
                 }
+                Some(_) if *kind == PartKind::STATE && !has_head => Outcome::Whole,
                 // It was saved so: its writer is at fault, not the disk.
                 Some(text) => Outcome::Damaged(format!("its checksum holds, but {text}")),
                 None => Outcome::Whole,
             }
         } else {
             match problem {
+                Some(_) if *kind == PartKind::STATE && !has_head => Outcome::Unknown,
                 Some(text) => Outcome::Damaged(text),
                 None if is_known => Outcome::Plausible,
                 None => Outcome::Unknown,

@@ -40,7 +40,7 @@ struct Lane {
     n_cells: u64,
     /// In order.
     runs: Vec<Span>,
-    /// Runs that are no further apart than this are drawn as one; 0: each is drawn as it is.
+    /// Runs that are no further apart than this are drawn as one; 1: only those that touch.
     merged: i64,
 }
 
@@ -48,12 +48,13 @@ impl Lane {
     /// Draws as one what is close, until there are few enough.
     fn merge(&mut self) {
         self.runs.sort_unstable();
-        let mut gap = 0;
+        // What touches is one in any case.
+        let mut gap = 1;
         loop {
             let mut merged: Vec<Span> = Vec::new();
             for &run in &self.runs {
                 match merged.last_mut() {
-                    Some(open) if run.first - open.last <= gap => {
+                    Some(open) if run.first - open.last <= gap && (gap > 1 || open.shared == run.shared) => {
                         open.last = open.last.max(run.last);
                         open.shared |= run.shared;
                     }
@@ -64,7 +65,7 @@ impl Lane {
                 (self.runs, self.merged) = (merged, gap);
                 return;
             }
-            gap = 2 * gap + 2;
+            gap *= 2;
         }
     }
 }
@@ -88,8 +89,8 @@ fn lanes(number_of: usize, section: &Section, input: &[u8]) -> Vec<Lane> {
                 if section.streams.len() > 1 { format!(", stream {}", stream.stream) } else { String::new() };
             let of_seq = seq.map_or_else(String::new, |seq| format!(", seq {seq}"));
             let colour = COLOURS[seq.unwrap_or(0).unsigned_abs() as usize % COLOURS.len()];
-            let name = format!("{number_of} {}{of_stream}{of_seq}", section.kind());
-            let mut lane = Lane { name, colour, n_cells, runs, merged: 0 };
+            let name = format!("{number_of}: {}{of_stream}{of_seq}", section.kind());
+            let mut lane = Lane { name, colour, n_cells, runs, merged: 1 };
             lane.merge();
             lanes.push(lane);
         }
@@ -152,7 +153,7 @@ pub fn svg(title: &str, input: &[u8], of: &Description) -> String {
     let scale = Scale { first, n: last - first + 1 };
     let mut notes: Vec<String> = lanes
         .iter()
-        .filter(|lane| lane.merged > 0)
+        .filter(|lane| lane.merged > 1)
         .map(|lane| {
             let gap = number(lane.merged.unsigned_abs() - 1);
             format!("{}: runs with at most {gap} positions between them are drawn as one", lane.name)

@@ -104,7 +104,7 @@ pub fn part_line(VerifiedPart { part, bytes, outcome }: &VerifiedPart) -> String
     let outcome = match outcome {
         Outcome::Whole => "whole".to_owned(),
         Outcome::Plausible => "its structure makes sense".to_owned(),
-        Outcome::Unknown => "skipped".to_owned(),
+        Outcome::Unknown => "not compared".to_owned(),
         Outcome::Damaged(reason) => format!("damaged: {reason}"),
     };
     format!("  {part:<18} {}: {outcome}\n", place(bytes))
@@ -242,7 +242,7 @@ impl Text {
         };
         self.field(
             &format!("{indent}  stream {}", stream.stream),
-            &format!("{}, positions {first} to {last}{missing}", count(stream.n_cells, "cell")),
+            &format!("{}, {}{missing}", count(stream.n_cells, "cell"), positions(first, last)),
         );
         self.map(cells, first, last, indent);
         let n_shown = if self.all_runs { cells.runs.len() } else { FEW_RUNS };
@@ -253,8 +253,8 @@ impl Text {
             let (first, last) = (run.pos.start(), run.pos.end());
             let seqs: Vec<_> = run.seq_ids.iter().map(ToString::to_string).collect();
             let seqs = if seqs.is_empty() { String::new() } else { format!(", sequence {}", seqs.join(" ")) };
-            let positions = if first == last { format!("{first}") } else { format!("{first} to {last}") };
-            self.field(&format!("{indent}    cell {}", run.cell), &format!("position {positions}{seqs}"));
+            let positions = positions(*first, *last);
+            self.field(&format!("{indent}    cell {}", run.cell), &format!("{positions}{seqs}"));
         }
         if cells.runs.len() > n_shown {
             let n = number((cells.runs.len() - n_shown) as u64);
@@ -368,6 +368,10 @@ fn shown(bytes: &[u8]) -> String {
         return format!("'{}'", bytes.escape_ascii());
     }
     bytes.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
+}
+
+fn positions(first: i32, last: i32) -> String {
+    if first == last { format!("position {first}") } else { format!("positions {first} to {last}") }
 }
 
 /// `#`: cells for every position, `+`: for some, `.`: for none.
