@@ -254,6 +254,7 @@ pub mod cells;
 pub mod context;
 pub mod error;
 pub mod format;
+pub mod inspect;
 pub mod memory;
 pub mod session;
 pub mod state;

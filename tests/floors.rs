@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the bottom. `error` and `types` share a floor.
-const FLOORS: [&[&str]; 9] = [
+const FLOORS: [&[&str]; 10] = [
     &["error", "types"],
     &["format"],
     &["cells"],
@@ -14,6 +14,7 @@ const FLOORS: [&[&str]; 9] = [
     &["memory"],
     &["context"],
     &["session"],
+    &["inspect"],
     &["capi"],
 ];
 
@@ -51,10 +52,10 @@ fn sources() -> Vec<(String, String)> {
     all
 }
 
-/// The floor that a file belongs to; none for lib.rs.
+/// The floor that a file belongs to; none for lib.rs and programs.
 fn module_of(file: &str) -> Option<&str> {
     let module = file.split('/').next()?.trim_end_matches(".rs");
-    (module != "lib").then_some(module)
+    (module != "lib" && module != "bin").then_some(module)
 }
 
 /// The source without comments, strings and characters, line by line as it was.

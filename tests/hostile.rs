@@ -1,15 +1,11 @@
 //! Damaged and lying bytes: no panic, no more memory than the input is worth, an error that names the field,
 //! and a context that is what it was before.
-#![allow(
-    unsafe_code,
-    reason = "the bytes of every plane are compared, and memory is counted by an allocator"
-)]
+#![allow(unsafe_code, reason = "the bytes of every plane are compared")]
 
 mod common;
+mod peak;
 mod place;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::fs;
 use std::ops::Range;
 
@@ -21,52 +17,10 @@ use kvstate::memory::{KvParams, LayerParams, TensorParams};
 use kvstate::storage::Plane;
 use kvstate::types::{CellExt, Pos, SeqId, StateFlags};
 use kvstate::{Context, ContextParams, Error, Result, Status};
+use peak::peak_of;
 
 const NONE: StateFlags = StateFlags::empty();
 const PARTIAL: StateFlags = StateFlags::PARTIAL_ONLY;
-
-// Memory that a call takes
-
-struct Counting;
-
-thread_local! {
-    static LIVE: Cell<isize> = const { Cell::new(0) };
-    static PEAK: Cell<isize> = const { Cell::new(0) };
-}
-
-fn count(bytes: isize) {
-    // The thread may be ending; nothing is measured then.
-    let _ = LIVE.try_with(|live| {
-        live.set(live.get() + bytes);
-        let _ = PEAK.try_with(|peak| peak.set(peak.get().max(live.get())));
-    });
-}
-
-// SAFETY: everything is the system's allocator; counting touches no memory of its own.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size().cast_signed());
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        count(-layout.size().cast_signed());
-        // SAFETY: as above.
-        unsafe { System.dealloc(ptr, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-/// Runs `call`; also the most memory of this thread that was in use at once beyond what was before.
-fn peak_of<T>(call: impl FnOnce() -> T) -> (T, usize) {
-    let before = LIVE.get();
-    PEAK.set(before);
-    let out = call();
-    (out, (PEAK.get() - before).max(0).cast_unsigned())
-}
 
 /// What a call may take for an input of `len` bytes: cells in memory are larger than in a state, and an
 /// input that does not fit is read up to three times to find out why.

@@ -7,6 +7,8 @@
 use std::fmt;
 use std::ops::Range;
 
+use serde::{Serialize, Serializer};
+
 use super::Cursor;
 use crate::error::{Error, Result};
 
@@ -107,6 +109,12 @@ impl PartKind {
     #[must_use]
     pub const fn magic(self) -> u32 {
         u32::from_le_bytes(self.0)
+    }
+}
+
+impl Serialize for PartKind {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
     }
 }
 

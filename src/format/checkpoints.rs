@@ -9,6 +9,8 @@
 
 use std::ops::Range;
 
+use serde::Serialize;
+
 use super::appendix::{BoundedRead, PartKind, head, read_head};
 use crate::error::{Error, Result};
 use crate::types::Pos;
@@ -21,7 +23,7 @@ const MIN_LEN: u64 = 40;
 /// Where in the sequence a checkpoint was taken.
 ///
 /// Invariant: `n_tokens >= 0`, `pos_min <= pos_max`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct CheckpointSpan {
     n_tokens: i64,
     pos_min: Pos,
@@ -88,7 +90,7 @@ impl CheckpointSpan {
 }
 
 /// A checkpoint. `B`: its blobs, as bytes or as where they lie in the input.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Checkpoint<B> {
     /// Where it was taken.
     pub span: CheckpointSpan,

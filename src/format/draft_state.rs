@@ -6,13 +6,15 @@
 
 use std::ops::Range;
 
+use serde::Serialize;
+
 use super::appendix::{BoundedRead, PartKind, head, read_head};
 use crate::error::Result;
 
 const VERSION: u32 = 1;
 
 /// What speculative decoding needs to go on. `B`: the blobs, as where they lie in the input, or by their lengths.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DraftState<B> {
     /// State of the draft model's sequence, with its header; empty if there is no draft model.
     pub draft: B,

@@ -2,6 +2,8 @@
 
 use std::ffi::CStr;
 
+use serde::{Serialize, Serializer};
+
 /// A ggml tensor type. Values of `n` elements are stored as `n / block_size` blocks of `type_size` bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GgmlType(u8);
@@ -160,6 +162,12 @@ impl GgmlType {
             return None;
         }
         Some((n / self.block_size()) as u64 * self.type_size() as u64)
+    }
+}
+
+impl Serialize for GgmlType {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(self.name())
     }
 }
 

@@ -1,5 +1,7 @@
 //! Blob and file headers, and what each version of a state holds.
 
+use serde::{Serialize, Serializer};
+
 use super::{BoundedRead, Cursor};
 use crate::error::{Error, Result};
 use crate::types::{SeqId, Token};
@@ -19,6 +21,13 @@ pub enum StateVersion {
     V3,
     /// Sequence version 4, session version 11 (from October 2026): rotation recorded.
     V4,
+}
+
+/// As its number in sequence files.
+impl Serialize for StateVersion {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u32(self.seq_version())
+    }
 }
 
 impl StateVersion {

@@ -18,6 +18,9 @@
 
 use std::fmt;
 
+use serde::ser::SerializeStruct;
+use serde::{Serialize, Serializer};
+
 use super::Cursor;
 use super::appendix::{BoundedRead, PartKind, head, read_head};
 use super::crc32c::{crc32c_append, crc32c_combine};
@@ -53,9 +56,57 @@ pub struct Identity {
     pub metadata: Vec<u8>,
 }
 
+/// Bytes in hexadecimal; of the salt, which may be a secret, what tells it apart.
+impl Serialize for Identity {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut fields = serializer.serialize_struct("Identity", 3)?;
+        fields.serialize_field("model", &hexadecimal(&self.model))?;
+        fields.serialize_field("salt", &self.salt_digest())?;
+        fields.serialize_field("metadata", &hexadecimal(&self.metadata))?;
+        fields.end()
+    }
+}
+
+impl Identity {
+    /// Tells salts apart without showing them.
+    #[must_use]
+    pub fn salt_digest(&self) -> String {
+        if self.salt.is_empty() {
+            return "none".to_owned();
+        }
+        format!("{} bytes of crc32c {:08x}", self.salt.len(), crc32c_append(0, &self.salt))
+    }
+}
+
+/// Two digits for each byte.
+pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
+    use fmt::Write;
+
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        // A string takes everything.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// The beginning of a fingerprint, as it stands or in hexadecimal.
+pub(crate) fn printable(bytes: &[u8]) -> String {
+    let start = &bytes[..bytes.len().min(64)];
+    if start.iter().all(|byte| byte.is_ascii_graphic() || *byte == b' ') {
+        return format!("'{}'", start.escape_ascii());
+    }
+    hexadecimal(start)
+}
+
 /// Four letters: the name of a setting or a tensor.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Tag(pub [u8; 4]);
+
+impl Serialize for Tag {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
 
 impl fmt::Display for Tag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -70,7 +121,7 @@ impl fmt::Debug for Tag {
 }
 
 /// Type and width of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct TensorShape {
     /// Which of the layer's tensors.
     pub tag: Tag,
@@ -83,7 +134,7 @@ pub struct TensorShape {
 }
 
 /// What a section's states depend on.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct SectionGeometry {
     /// Number of its kind: 1 attention, 2 recurrent, 3 shared, 4 the compressed half of DSV4.
     pub kind: u32,
@@ -93,8 +144,40 @@ pub struct SectionGeometry {
     pub tensors: Vec<TensorShape>,
 }
 
+impl SectionGeometry {
+    /// Kind of an attention cache.
+    pub const ATTENTION: u32 = 1;
+    /// Kind of the states of recurrent layers.
+    pub const RECURRENT: u32 = 2;
+    /// Kind of a section whose cells are the target's.
+    pub const SHARED: u32 = 3;
+    /// Kind of the compressed half of a DSV4 memory.
+    pub const DSV4: u32 = 4;
+
+    /// The setting that says how many bytes an ext takes in the cells of an attention section.
+    pub const CELL_EXT: Tag = Tag(*b"CEXT");
+
+    /// What a section of that kind is called in messages.
+    #[must_use]
+    pub fn kind_name(kind: u32) -> String {
+        match kind {
+            Self::ATTENTION => "attention".to_owned(),
+            Self::RECURRENT => "recurrent".to_owned(),
+            Self::SHARED => "shared".to_owned(),
+            Self::DSV4 => "dsv4".to_owned(),
+            other => format!("{other}, unknown"),
+        }
+    }
+
+    /// The value of a setting.
+    #[must_use]
+    pub fn setting(&self, tag: Tag) -> Option<u32> {
+        self.settings.iter().find(|(other, _)| *other == tag).map(|(_, value)| *value)
+    }
+}
+
 /// A part of the file, all of its bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Part {
     /// Which.
     pub kind: PartKind,
@@ -108,7 +191,7 @@ pub struct Part {
 ///
 /// Invariant of one that was read: the checksum at its end holds, and the parts are the whole of what is before it, the header
 /// and the memory state first.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Integrity {
     /// Whose state it is.
     pub identity: Identity,

@@ -25,3 +25,4 @@ pub use header::{
 pub use integrity::{Identity, Integrity, Part, SectionGeometry, Tag, TensorShape};
 
 pub(crate) use header::{read_seq_blob_header, seq_blob_header};
+pub(crate) use integrity::{hexadecimal, printable};

@@ -20,6 +20,8 @@ mod file;
 mod hadamard;
 mod host;
 mod kernels;
+#[cfg(feature = "cli")]
+mod mapped;
 mod plane;
 mod region;
 mod shift;
@@ -41,6 +43,8 @@ pub use cuda::{
 };
 pub(crate) use drain::RegionDrain;
 pub(crate) use file::{read_error, read_exact_at};
+#[cfg(feature = "cli")]
+pub use mapped::MappedFile;
 pub use plane::{Plane, TensorAccess};
 pub use region::Region;
 pub(crate) use shift::{PlaneShift, Rotation, RotationTable, ShiftFailure, ShiftedCell, shift};

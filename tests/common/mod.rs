@@ -66,29 +66,29 @@ pub struct Section {
     #[serde(default)]
     pub cells: Vec<u32>,
     #[serde(default)]
-    n_layer: usize,
+    pub n_layer: usize,
     /// Layer, ggml type and bytes of a row.
     #[serde(default)]
-    r_layer_type_rowbytes: Vec<(usize, i32, u64)>,
+    pub r_layer_type_rowbytes: Vec<(usize, i32, u64)>,
     #[serde(default)]
-    s_layer_type_rowbytes: Vec<(usize, i32, u64)>,
+    pub s_layer_type_rowbytes: Vec<(usize, i32, u64)>,
     /// Layer and bytes of a row.
-    p_layer_rowbytes: Option<(usize, u64)>,
+    pub p_layer_rowbytes: Option<(usize, u64)>,
     /// Of DSV4: number of the layer, and its tensors.
     #[serde(default)]
-    layers: Vec<Vec<serde_json::Value>>,
+    pub layers: Vec<Vec<serde_json::Value>>,
     #[serde(default)]
-    ratio: u32,
+    pub ratio: u32,
     #[serde(default)]
-    state_size: u32,
+    pub state_size: u32,
     #[serde(default)]
-    n_embd_state: u32,
-    v_trans: Option<u32>,
-    n_rot_k: Option<u32>,
-    n_rot_v: Option<u32>,
+    pub n_embd_state: u32,
+    pub v_trans: Option<u32>,
+    pub n_rot_k: Option<u32>,
+    pub n_rot_v: Option<u32>,
     /// ggml type and bytes of a row, by layer.
-    k_type_rowbytes: Option<Vec<(i32, u64)>>,
-    v_type_rowbytes: Option<Vec<(i32, u64)>>,
+    pub k_type_rowbytes: Option<Vec<(i32, u64)>>,
+    pub v_type_rowbytes: Option<Vec<(i32, u64)>>,
 }
 
 impl Section {

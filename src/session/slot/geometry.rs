@@ -6,29 +6,17 @@ use crate::memory::{
     Dsv4Cache, Dsv4Compressor, Dsv4Tensor, KvCache, RecurrentCache, RecurrentTensor, Section, TensorGeometry,
 };
 
-// Kinds of sections.
-const ATTENTION: u32 = 1;
-const RECURRENT: u32 = 2;
-const SHARED: u32 = 3;
-const DSV4: u32 = 4;
-
-/// What a section of that kind is called in messages.
-pub(super) fn kind_name(kind: u32) -> String {
-    match kind {
-        ATTENTION => "attention".to_owned(),
-        RECURRENT => "recurrent".to_owned(),
-        SHARED => "shared".to_owned(),
-        DSV4 => "dsv4".to_owned(),
-        other => format!("{other}, unknown"),
-    }
-}
+/// Bytes that an ext takes in the cells of a state: column, row and token.
+const CELL_EXT_LEN: u32 = 12;
 
 /// What the states of a context depend on. V's transposition is not part of it, nor is anything that is only room.
 pub(super) fn geometry_of(context: &Context) -> Vec<SectionGeometry> {
     let of_section = |section: &Section| match section {
         Section::Kv(kv) => attention(kv),
         Section::Recurrent(recurrent) => of_recurrent(recurrent),
-        Section::Shared => SectionGeometry { kind: SHARED, settings: Vec::new(), tensors: Vec::new() },
+        Section::Shared => {
+            SectionGeometry { kind: SectionGeometry::SHARED, settings: Vec::new(), tensors: Vec::new() }
+        }
         Section::Dsv4(dsv4) => of_dsv4(dsv4),
     };
     context.memory.sections().iter().map(of_section).collect()
@@ -44,7 +32,11 @@ pub(super) fn is_rotation(setting: Tag) -> bool {
 
 fn attention(kv: &KvCache) -> SectionGeometry {
     let geometry = &kv.geometry;
-    let settings = vec![(N_ROT_K, geometry.n_rot_k), (N_ROT_V, geometry.n_rot_v)];
+    let settings = vec![
+        (N_ROT_K, geometry.n_rot_k),
+        (N_ROT_V, geometry.n_rot_v),
+        (SectionGeometry::CELL_EXT, if geometry.cell_ext { CELL_EXT_LEN } else { 0 }),
+    ];
     let shape = |tag, layer, tensor: TensorGeometry| TensorShape {
         tag: Tag(tag),
         layer,
@@ -54,7 +46,7 @@ fn attention(kv: &KvCache) -> SectionGeometry {
     let k = (0..).zip(&geometry.k).map(|(layer, k)| shape(*b"K   ", layer, *k));
     let v = (0..).zip(&geometry.v).filter_map(|(layer, v)| Some(shape(*b"V   ", layer, (*v)?)));
     let tensors = k.chain(v).collect();
-    SectionGeometry { kind: ATTENTION, settings, tensors }
+    SectionGeometry { kind: SectionGeometry::ATTENTION, settings, tensors }
 }
 
 fn of_recurrent(recurrent: &RecurrentCache) -> SectionGeometry {
@@ -71,7 +63,7 @@ fn of_recurrent(recurrent: &RecurrentCache) -> SectionGeometry {
         n_embd: tensor.geometry.n_embd,
     });
     SectionGeometry {
-        kind: RECURRENT,
+        kind: SectionGeometry::RECURRENT,
         settings: vec![(Tag(*b"NLAY"), geometry.n_layer)],
         tensors: tensors.collect(),
     }
@@ -104,5 +96,5 @@ fn of_dsv4(dsv4: &Dsv4Cache) -> SectionGeometry {
         ggml_type: tensor.geometry.ggml_type,
         n_embd: tensor.geometry.n_embd,
     });
-    SectionGeometry { kind: DSV4, settings: settings.collect(), tensors: tensors.collect() }
+    SectionGeometry { kind: SectionGeometry::DSV4, settings: settings.collect(), tensors: tensors.collect() }
 }

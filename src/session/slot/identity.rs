@@ -1,9 +1,9 @@
 //! Whose state a slot file holds, compared before anything changes.
 
-use super::geometry::{geometry_of, is_rotation, kind_name};
+use super::geometry::{geometry_of, is_rotation};
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{GgmlType, Identity, Integrity, SectionGeometry, Tag, TensorShape, crc32c_append};
+use crate::format::{GgmlType, Identity, Integrity, SectionGeometry, Tag, TensorShape, printable};
 use crate::memory::Convert;
 
 /// Compares the identity of a file with that of its reader; says what could not be compared.
@@ -16,7 +16,7 @@ pub(super) fn check(
     context: &Context,
     notes: &mut Vec<String>,
 ) -> Result<()> {
-    let Identity { model, salt, .. } = &file.identity;
+    let Identity { model, .. } = &file.identity;
     match (model.is_empty(), reader.model.is_empty()) {
         (false, false) => same("model", model, &reader.model, |model| printable(model), place)?,
         (true, false) => notes.push("the file names no model: not compared".to_owned()),
@@ -24,7 +24,10 @@ pub(super) fn check(
         (true, true) => {}
     }
     // It may be a secret, and is not shown.
-    same("salt", salt, &reader.salt, |salt| digest(salt), place)?;
+    if file.identity.salt != reader.salt {
+        let [state, cache] = [&file.identity, reader].map(Identity::salt_digest);
+        return Err(Error::Mismatch { what: "salt", state, cache, place: place() });
+    }
     check_geometry(&file.geometry, context)
 }
 
@@ -50,7 +53,7 @@ fn check_section(
     convert: Convert,
 ) -> Result<()> {
     let section = || format!("section {name}");
-    same("kind of section", &file.kind, &cache.kind, |kind| kind_name(*kind), section)?;
+    same("kind of section", &file.kind, &cache.kind, |kind| SectionGeometry::kind_name(*kind), section)?;
     // One that is not named is 0.
     let value = |settings: &[(Tag, u32)], tag| {
         settings.iter().find(|(other, _)| *other == tag).map_or(0, |(_, value)| *value)
@@ -91,21 +94,4 @@ fn same<T: PartialEq>(
         return Ok(());
     }
     Err(Error::Mismatch { what, state: show(state), cache: show(reader), place: place() })
-}
-
-/// The beginning of a fingerprint, as it stands or in hexadecimal.
-fn printable(bytes: &[u8]) -> String {
-    let start = &bytes[..bytes.len().min(64)];
-    if start.iter().all(|byte| byte.is_ascii_graphic() || *byte == b' ') {
-        return format!("'{}'", start.escape_ascii());
-    }
-    start.iter().fold(String::new(), |text, byte| text + &format!("{byte:02x}"))
-}
-
-/// Tells salts apart without showing them.
-fn digest(salt: &[u8]) -> String {
-    if salt.is_empty() {
-        return "none".to_owned();
-    }
-    format!("{} bytes of crc32c {:08x}", salt.len(), crc32c_append(0, salt))
 }
