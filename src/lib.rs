@@ -237,6 +237,7 @@
 //! | [`memory`] | sections: which cells a state holds, and how it is written and read |
 //! | [`context`] | the memory of one model, its states, and what an engine needs |
 //! | [`session`] | files, slot files, and saves in the background |
+//! | [`convert`] | a file made into one of another layout or type |
 //! | [`capi`] | the C ABI |
 
 /// The Rust example of the README, which is run.
@@ -252,6 +253,7 @@ compile_error!(
 pub mod capi;
 pub mod cells;
 pub mod context;
+pub mod convert;
 pub mod error;
 pub mod format;
 pub mod inspect;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// From the bottom. `error` and `types` share a floor.
-const FLOORS: [&[&str]; 10] = [
+const FLOORS: [&[&str]; 11] = [
     &["error", "types"],
     &["format"],
     &["cells"],
@@ -15,6 +15,7 @@ const FLOORS: [&[&str]; 10] = [
     &["context"],
     &["session"],
     &["inspect"],
+    &["convert"],
     &["capi"],
 ];
 

@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 all is well, 1 an error, 2 wrong usage, 3 something is damaged, or differs.
 
+mod convert;
 mod differences;
 mod extract;
 mod picture;
@@ -72,6 +73,8 @@ enum Command {
     },
     /// Takes something out of a file: the tokens, or a blob
     Extract(extract::Extract),
+    /// Writes a file anew: in the newest version, with V transposed or not, with other types of K and V
+    Convert(convert::Convert),
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -118,6 +121,7 @@ fn main() -> ExitCode {
         Command::Verify { files, level, json } => verify(&files, level.into(), json),
         Command::Diff { a, b, json } => diff(&a, &b, json),
         Command::Extract(extract) => extract.run(),
+        Command::Convert(convert) => convert.run(),
     };
     match found {
         Ok(Found::Fine) => ExitCode::SUCCESS,
