@@ -292,6 +292,18 @@ unsafe impl Params for kvs_slot_result {
     }
 }
 
+impl kvs_slot_result {
+    /// The size of the caller's struct, which holds nothing.
+    pub(super) unsafe fn unused(result: *const Self) -> Result<usize> {
+        // SAFETY: passed on.
+        let Self { struct_size, memory, .. } = unsafe { params::read(result) }?;
+        if memory.is_null() {
+            return Ok(struct_size);
+        }
+        Err(Error::arg("result", "holds what an earlier load gave: free it first"))
+    }
+}
+
 /// Fills the struct of struct_size bytes at checkpoint with zeroes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_slot_checkpoint_init(
@@ -376,14 +388,11 @@ pub unsafe extern "C" fn kvs_slot_load(
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
         let params = if params.is_null() { kvs_slot_load_params::defaults() } else { params::read(params)? };
-        let before = params::read(result)?;
-        if !before.memory.is_null() {
-            return Err(Error::arg("result", "holds what an earlier load gave: free it first"));
-        }
+        let struct_size = kvs_slot_result::unused(result)?;
         let path = file_path(filename, params.directory)?;
         let loaded =
             with_load_params(ctx, &params, |context, params| context.slot_load(path, dest_seq_id, params))?;
-        params::write(result, kvs_slot_result { struct_size: before.struct_size, ..result_of(loaded) })
+        params::write(result, kvs_slot_result { struct_size, ..result_of(loaded) })
     })
 }
 
