@@ -488,6 +488,19 @@ c_tests! { slot_file on_the_host:
     a_null_argument_fails_every_call,
 }
 
+c_tests! { autosave on_the_host_and_on_devices:
+    a_slot_is_restored_by_the_next_run,
+    what_does_not_fit_is_a_cold_start_that_says_why,
+    a_save_is_due_after_so_many_tokens_and_runs_in_the_background,
+    a_save_can_be_cancelled,
+    a_sidecar_has_the_draft,
+    a_folder_has_one_keeper_and_a_budget,
+    what_was_odd_is_said,
+    what_makes_no_sense_is_refused,
+    structs_of_another_size_are_refused,
+    a_null_argument_fails_every_call,
+}
+
 c_tests! { sections on_the_host_and_on_devices:
     a_hybrid_writes_again_what_llama_cpp_wrote,
     a_slot_says_which_rows_a_ubatch_reads_and_writes,

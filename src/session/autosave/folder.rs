@@ -19,7 +19,7 @@ use std::time::UNIX_EPOCH;
 
 use super::manifest::{self, Entries, Entry};
 use crate::error::{Error, Result};
-use crate::session::slot::{SavedFile, WrittenSlot};
+use crate::session::slot::WrittenSlot;
 use crate::session::{seq_file_token_count, temporary};
 
 const LOCK_NAME: &str = "auto-slots.lock";
@@ -150,14 +150,13 @@ impl Folder {
         let modified = fs::metadata(&path).and_then(|metadata| metadata.modified());
         let last_use = modified.map_err(|source| io_error("look at", &path, source))?;
         let last_use = last_use.duration_since(UNIX_EPOCH).unwrap_or_default();
-        let sidecar = sidecar_path(&self.directory, slot_id);
         Ok(Entry {
             slot_id,
             // What is no slot file takes room all the same, and has no tokens.
             n_tokens: seq_file_token_count(&path).unwrap_or_default(),
             last_use_ms: u64::try_from(last_use.as_millis()).unwrap_or(u64::MAX),
-            target: SavedFile::of(&path)?,
-            sidecar: if sidecar.exists() { Some(SavedFile::of(&sidecar)?) } else { None },
+            target: None,
+            sidecar: None,
         })
     }
 
@@ -212,7 +211,8 @@ impl Folder {
     ) -> Result<()> {
         self.check_save(slot_id, written.bytes(), last_use_ms)?;
         let saved = written.persist(self.sync)?;
-        let entry = Entry { slot_id, n_tokens, last_use_ms, target: saved.target, sidecar: saved.sidecar };
+        let entry =
+            Entry { slot_id, n_tokens, last_use_ms, target: Some(saved.target), sidecar: saved.sidecar };
         self.entries.insert(slot_id, entry);
         self.is_changed = true;
         let mut note = |done: Result<()>| done.unwrap_or_else(|error| notes.push(error.to_string()));

@@ -30,7 +30,9 @@ pub(super) struct Entry {
     pub n_tokens: u32,
     /// When the slot was used last, in milliseconds since 1970; no two slots have the same.
     pub last_use_ms: u64,
-    pub target: SavedFile,
+    /// What its file was when it was saved; none if somebody else saved it.
+    pub target: Option<SavedFile>,
+    /// The same of its sidecar, if it was saved with one.
     pub sidecar: Option<SavedFile>,
 }
 

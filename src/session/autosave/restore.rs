@@ -43,18 +43,17 @@ impl Autosave {
         let path = self.shared.path(slot_id);
         let Some(entry) = self.shared.folder().look(slot_id) else { return Ok(Restored::Cold(Vec::new())) };
         let mut notes = Vec::new();
-        let mut unrecorded = Unrecorded::Taken;
         // One that cannot be read is no start at all, for the reason that its load says.
-        if let Ok(found) = SavedFile::of(&path)
-            && found != entry.target
+        if let (Some(saved), Ok(found)) = (entry.target, SavedFile::of(&path))
+            && found != saved
         {
-            let path = path.display();
             notes.push(format!(
-                "{path} is not the file of the manifest: it has {found}, that had {}",
-                entry.target
+                "{} is not the file of the manifest: it has {found}, that had {saved}",
+                path.display()
             ));
-            unrecorded = Unrecorded::Refused;
         }
+        // What was saved here has had checksums.
+        let unrecorded = if entry.target.is_some() { Unrecorded::Refused } else { Unrecorded::Taken };
         let sidecar = sidecar_path(&self.shared.directory, slot_id);
         if entry.sidecar.is_some() && !sidecar.exists() {
             notes.push(format!("{} is gone: the draft starts empty", sidecar.display()));
