@@ -54,7 +54,7 @@ fn number_of(slot: &LoadedSlot) -> i32 {
 }
 
 fn bytes_of(dir: &Path) -> u64 {
-    let slots = names(dir).into_iter().filter(|name| name.ends_with(".bin") || name.ends_with(".drft"));
+    let slots = names(dir).into_iter().filter(|name| !name.starts_with("auto-slots."));
     slots.map(|name| fs::metadata(dir.join(name)).unwrap().len()).sum()
 }
 
@@ -199,8 +199,8 @@ fn a_process_killed_at_any_time_leaves_what_it_said_was_saved() {
         child(&mut command, "saving_child", dir.path());
         let first = saved.values().max().unwrap() + 1;
         command.env("KVSTATE_TEST_FIRST", first.to_string()).env("KVSTATE_TEST_BYTES", max_bytes.to_string());
-        let mut saver = command.stdout(Stdio::piped()).spawn().unwrap();
-        let mut out = BufReader::new(saver.stdout.take().unwrap());
+        let mut process = command.stdout(Stdio::piped()).spawn().unwrap();
+        let mut out = BufReader::new(process.stdout.take().unwrap());
         let mut said = String::new();
         while !said.ends_with("saves\n") {
             assert!(out.read_line(&mut said).unwrap() > 0, "{said}");
@@ -211,8 +211,8 @@ fn a_process_killed_at_any_time_leaves_what_it_said_was_saved() {
         }
         let random = noise(&[i64::from(round)], 2);
         std::thread::sleep(Duration::from_micros(u64::from(u16::from_le_bytes([random[0], random[1]])) / 4));
-        saver.kill().unwrap();
-        saver.wait().unwrap();
+        process.kill().unwrap();
+        process.wait().unwrap();
         out.read_to_string(&mut said).unwrap();
         let said = said.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n')?.split_once(" has "));
         for (slot_id, number) in said {
