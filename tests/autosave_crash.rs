@@ -394,6 +394,10 @@ fn no_room_child() {
     assert_eq!(autosave.remove(0).unwrap_err().to_string(), lock);
     assert_eq!(autosave.flush().unwrap_err().to_string(), lock);
     assert_eq!(slot_ids(&autosave), [0]);
+    // It is otherwise now.
+    assert!(Command::new("mount").args(["-o", "remount,rw"]).arg(&ro).status().unwrap().success());
+    save(&autosave, 0, &TOKENS[..2]);
+    assert!(matches!(Autosave::open(params(&ro)), Err(Error::Locked { .. })));
     println!("no slot lost");
 }
 

@@ -335,6 +335,34 @@ fn a_manifest_that_names_a_slot_twice_is_a_note_and_the_files_count() {
 }
 
 #[test]
+fn a_manifest_of_the_far_future_is_a_note_and_the_files_count() {
+    let mut manifest = json_of(&manifest_file(left().path()));
+    manifest["slots"][0]["last_use_ms"] = json!(u64::MAX);
+    assert_eq!(
+        said_of_manifest(manifest.to_string().as_bytes()),
+        "slot 0 has last_use_ms 18446744073709551615, at most 9007199254740992 is possible"
+    );
+}
+
+#[test]
+fn whatever_a_manifest_says_a_file_that_is_whole_is_restored() {
+    let dir = left();
+    let text = fs::read(manifest_file(dir.path())).unwrap();
+    for at in 0..text.len() {
+        for bit in [1, 4, 0x10] {
+            let mut flipped = text.clone();
+            flipped[at] ^= bit;
+            fs::write(manifest_file(dir.path()), flipped).unwrap();
+            let (autosave, _) = noted(dir.path());
+            assert_eq!(loaded(&autosave, 0).tokens, TOKENS, "byte {at}");
+            autosave.mark(0, 1);
+            save(&autosave, 0, &TOKENS);
+            assert!(!autosave.is_dirty(0), "byte {at}");
+        }
+    }
+}
+
+#[test]
 fn a_manifest_of_more_than_16_mib_is_not_read() {
     assert_eq!(said_of_manifest(&vec![b' '; (16 << 20) + 1]), "more than 16777216 bytes");
 }
@@ -569,10 +597,14 @@ fn what_only_looks_like_a_slot_is_left_alone() {
         "notes.txt",
         "x.drft",
     ];
-    others.iter().for_each(|name| fs::write(dir.path().join(name), b"another").unwrap());
+    for name in others {
+        fs::write(dir.path().join(name), b"another").unwrap();
+    }
     let autosave = bounded(dir.path(), 1);
     assert_eq!(slot_ids(&autosave), [0; 0]);
-    others.iter().for_each(|name| assert!(dir.path().join(name).exists(), "{name}"));
+    for name in others {
+        assert!(dir.path().join(name).exists(), "{name}");
+    }
 }
 
 #[test]

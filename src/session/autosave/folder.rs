@@ -17,7 +17,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
-use super::manifest::{self, Entries, Entry};
+use super::manifest::{self, Entries, Entry, LATEST_USE_MS};
 use crate::error::{Error, Result};
 use crate::session::slot::WrittenSlot;
 use crate::session::{seq_file_token_count, temporary};
@@ -154,7 +154,8 @@ impl Folder {
             slot_id,
             // What is no slot file takes room all the same, and has no tokens.
             n_tokens: seq_file_token_count(&path).unwrap_or_default(),
-            last_use_ms: u64::try_from(last_use.as_millis()).unwrap_or(u64::MAX),
+            last_use_ms: u64::try_from(last_use.as_millis())
+                .map_or(LATEST_USE_MS, |ms| ms.min(LATEST_USE_MS)),
             target: None,
             sidecar: None,
         })

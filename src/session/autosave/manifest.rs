@@ -22,6 +22,9 @@ const VERSION: u32 = 1;
 /// Larger ones are not read: a slot takes some 200 bytes.
 const MAX_BYTES: u64 = 16 << 20;
 
+/// The latest use that counts, 285,000 years from now: numbers of JSON are exact up to there, and there is room for later ones.
+pub(super) const LATEST_USE_MS: u64 = 1 << 53;
+
 /// What is known of a slot's files.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
@@ -71,7 +74,12 @@ pub(super) fn read(directory: &Path) -> Result<Option<Entries>, String> {
     let manifest: Manifest = serde_json::from_slice(&bytes).map_err(|error| error.to_string())?;
     let mut entries = Entries::new();
     for entry in manifest.slots {
-        let slot_id = entry.slot_id;
+        let Entry { slot_id, last_use_ms, .. } = entry;
+        if last_use_ms > LATEST_USE_MS {
+            return Err(format!(
+                "slot {slot_id} has last_use_ms {last_use_ms}, at most {LATEST_USE_MS} is possible"
+            ));
+        }
         if entries.insert(slot_id, entry).is_some() {
             return Err(format!("slot {slot_id} is there twice"));
         }

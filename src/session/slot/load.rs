@@ -7,7 +7,9 @@ use super::appendices::{Appendices, integrity_at_end, verify_state};
 use super::{DraftOutcome, LoadedSlot, SlotLoadParams, Verify, identity, sidecar_path};
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, DraftState, FileKind, Identity, Integrity, read_seq_blob_header};
+use crate::format::{
+    Checkpoint, DraftState, FileKind, Identity, Integrity, SEQ_BLOB_HEADER_LEN, read_seq_blob_header,
+};
 use crate::memory::MemoryPlan;
 use crate::session::StateFile;
 use crate::state::Input;
@@ -249,7 +251,8 @@ fn plan_sidecar<'f>(
         let driver = read_driver(sidecar, appendices.draft.as_ref(), &mut of_sidecar);
         notes.extend(of_sidecar.into_iter().map(|note| format!("sidecar: {note}")));
         let state = sidecar.state_start()..restore.plan.end.offset();
-        let bytes = state.end - state.start;
+        // As many as in an appendix, where it is a blob.
+        let bytes = SEQ_BLOB_HEADER_LEN + (state.end - state.start);
         if restore.overwrites {
             sidecar.warm(state, None)?;
         }
