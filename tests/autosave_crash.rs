@@ -79,11 +79,11 @@ fn folder_of_child() -> Option<PathBuf> {
 
 // Killed at every step
 
-/// A folder with three slots: 1 was used longest ago, 2 last.
+/// A folder with three slots: 0 was used longest ago, 2 last.
 fn three_slots() -> TempDir {
     let dir = tempdir().unwrap();
     let autosave = open(dir.path());
-    for (slot_id, number) in [(1, 10), (0, 1), (2, 20)] {
+    for (slot_id, number) in [(0, 1), (1, 10), (2, 20)] {
         save_number(&autosave, slot_id, number, N_TOKENS);
     }
     dir
@@ -96,7 +96,7 @@ fn full(dir: &Path) -> AutosaveParams {
     AutosaveParams { max_bytes, ..AutosaveParams::new(dir) }
 }
 
-/// Runs only as a child: slot 0 grows, so that slot 1 has to go; slot 2 is removed.
+/// Runs only as a child: slot 0 is used and grows, so that slot 1 has to go; slot 2 is removed.
 #[test]
 fn killed_child() {
     let Some(dir) = folder_of_child() else { return };
@@ -172,7 +172,7 @@ fn a_process_killed_at_any_step_leaves_every_slot_old_or_new_and_whole() {
 
 // Killed at any time
 
-/// Runs only as a child: saves three slots in turn, one of them too many, until it is killed; says what is saved.
+/// Runs only as a child: saves one of three slots after the other, where two have room, until it is killed; says what is saved.
 #[test]
 fn saving_child() {
     let Some(dir) = folder_of_child() else { return };
@@ -181,7 +181,7 @@ fn saving_child() {
     let mut out = std::io::stdout();
     writeln!(out, "\nsaves").unwrap();
     for number in first.. {
-        let slot_id = u32::try_from(number % 3).unwrap();
+        let slot_id = u32::from(noise(&[number.into()], 1)[0] % 3);
         save_number(&autosave, slot_id, number, N_TOKENS);
         writeln!(out, "{slot_id} has {number}").unwrap();
     }
@@ -396,6 +396,10 @@ fn no_room_child() {
     assert_eq!(slot_ids(&autosave), [0]);
     // It is otherwise now.
     assert!(Command::new("mount").args(["-o", "remount,rw"]).arg(&ro).status().unwrap().success());
+    let other = open(&ro);
+    let taken = with_slot(&TOKENS, false, |target, contents| autosave.save(0, target, 0, contents));
+    assert_eq!(taken.unwrap_err().status(), Status::Locked);
+    drop(other);
     save(&autosave, 0, &TOKENS[..2]);
     assert!(matches!(Autosave::open(params(&ro)), Err(Error::Locked { .. })));
     println!("no slot lost");

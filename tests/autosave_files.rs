@@ -349,16 +349,14 @@ fn whatever_a_manifest_says_a_file_that_is_whole_is_restored() {
     let dir = left();
     let text = fs::read(manifest_file(dir.path())).unwrap();
     for at in 0..text.len() {
-        for bit in [1, 4, 0x10] {
-            let mut flipped = text.clone();
-            flipped[at] ^= bit;
-            fs::write(manifest_file(dir.path()), flipped).unwrap();
-            let (autosave, _) = noted(dir.path());
-            assert_eq!(loaded(&autosave, 0).tokens, TOKENS, "byte {at}");
-            autosave.mark(0, 1);
-            save(&autosave, 0, &TOKENS);
-            assert!(!autosave.is_dirty(0), "byte {at}");
-        }
+        let mut flipped = text.clone();
+        flipped[at] ^= 1 << (at % 7);
+        fs::write(manifest_file(dir.path()), flipped).unwrap();
+        let (autosave, _) = noted(dir.path());
+        assert_eq!(loaded(&autosave, 0).tokens, TOKENS, "byte {at}");
+        autosave.mark(0, 1);
+        save(&autosave, 0, &TOKENS);
+        assert!(!autosave.is_dirty(0), "byte {at}");
     }
 }
 
@@ -680,6 +678,20 @@ fn what_was_used_last_counts_in_the_next_run() {
     assert_eq!(slot_ids(&autosave), [0, 2]);
     drop(autosave);
     assert_eq!(slot_ids(&open(dir.path())), [0, 2]);
+}
+
+#[test]
+fn a_file_that_is_newer_than_the_manifest_was_used_when_it_was_written() {
+    let dir = tempdir().unwrap();
+    let autosave = open(dir.path());
+    save(&autosave, 0, &TOKENS);
+    save(&autosave, 1, &TOKENS);
+    let manifest = fs::read(manifest_file(dir.path())).unwrap();
+    save(&autosave, 0, &[1, 2, 3, 4, 6]);
+    drop(autosave);
+    fs::write(manifest_file(dir.path()), manifest).unwrap();
+    let autosave = bounded(dir.path(), size());
+    assert_eq!((slot_ids(&autosave), loaded(&autosave, 0).tokens), (vec![0], vec![1, 2, 3, 4, 6]));
 }
 
 #[test]

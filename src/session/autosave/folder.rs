@@ -5,8 +5,9 @@
 //! - save: the slot file is renamed into its place, its sidecar, then slots that were used before it are removed for the budget,
 //!   then the manifest is renamed. Before the first rename everything is old. After it the slot file is another than the
 //!   manifest says, but whole by its own checksums, which is what a restore asks then; a sidecar of other tokens is not used; and
-//!   whatever the budget still asks for is removed when the folder is opened again. So nothing is removed before that for which
-//!   it makes room is there, and what is removed was used before all that stays.
+//!   whatever the budget still asks for is removed when the folder is opened again, where the time of the new file counts and not
+//!   that of the manifest. So nothing is removed before that for which it makes room is there, and what is removed was used
+//!   before all that stays.
 //! - remove: the slot file, its sidecar, the manifest. After the first, the manifest names a file that is gone, which makes a cold
 //!   start, and the sidecar is an orphan, which the next to open the folder removes. The other way round the file would be found
 //!   again: what was removed stays removed.
@@ -19,7 +20,7 @@ use std::time::UNIX_EPOCH;
 
 use super::manifest::{self, Entries, Entry, LATEST_USE_MS};
 use crate::error::{Error, Result};
-use crate::session::slot::WrittenSlot;
+use crate::session::slot::{SavedFile, WrittenSlot};
 use crate::session::{seq_file_token_count, temporary};
 
 const LOCK_NAME: &str = "auto-slots.lock";
@@ -109,62 +110,67 @@ impl Folder {
             targets.extend(slot_of(name, ".bin"));
             sidecars.extend(slot_of(name, ".drft"));
         }
-        let mut entries = manifest::read(&self.directory).unwrap_or_else(|reason| {
+        let recorded = manifest::read(&self.directory).unwrap_or_else(|reason| {
             notes.push(format!("{} is not used: {reason}", self.directory.join(manifest::NAME).display()));
             None
         });
-        let recorded = entries.take().unwrap_or_default();
+        let recorded = recorded.unwrap_or_default();
         for (&slot_id, entry) in &recorded {
-            let target = target_path(&self.directory, slot_id);
             if !targets.contains(&slot_id) {
+                let target = target_path(&self.directory, slot_id);
                 notes.push(format!("{} is gone: slot {slot_id} starts cold", target.display()));
             } else if entry.sidecar.is_some() && !sidecars.contains(&slot_id) {
                 let sidecar = sidecar_path(&self.directory, slot_id);
-                notes
-                    .push(format!("{} is gone: the draft of slot {slot_id} starts empty", sidecar.display()));
+                let sidecar = sidecar.display();
+                notes.push(format!("{sidecar} is gone: the draft of slot {slot_id} starts empty"));
             }
         }
-        for slot_id in targets {
-            match recorded.get(&slot_id).cloned().map_or_else(|| self.found(slot_id), Ok) {
+        for &slot_id in &targets {
+            match self.found(slot_id, recorded.get(&slot_id)) {
                 Ok(entry) => drop(self.entries.insert(slot_id, entry)),
                 Err(error) => notes.push(error.to_string()),
             }
-            sidecars.remove(&slot_id);
         }
         self.is_changed = self.entries != recorded;
         if !matches!(self.lock, Lock::Missing) {
-            for slot_id in sidecars {
+            for &slot_id in sidecars.difference(&targets) {
                 let orphan = sidecar_path(&self.directory, slot_id);
-                match fs::remove_file(&orphan) {
+                match remove_file(&orphan) {
                     Ok(()) => log::info!("{} had no slot file beside it: removed", orphan.display()),
-                    Err(source) => notes.push(io_error("remove", &orphan, source).to_string()),
+                    Err(error) => notes.push(error.to_string()),
                 }
             }
         }
         Ok(())
     }
 
-    /// What is there of a slot that the manifest does not know: a save that it came too late for, or a file of another program.
-    fn found(&self, slot_id: u32) -> Result<Entry> {
+    /// What is there of a slot, of which the manifest knows this. A file that is another was saved later, or by another program:
+    /// it was used then, whatever the manifest says, and has to outlive what was used before.
+    fn found(&self, slot_id: u32, recorded: Option<&Entry>) -> Result<Entry> {
         let path = target_path(&self.directory, slot_id);
+        if let Some(entry) = recorded
+            && SavedFile::of(&path).ok() == entry.target
+        {
+            return Ok(entry.clone());
+        }
         let modified = fs::metadata(&path).and_then(|metadata| metadata.modified());
-        let last_use = modified.map_err(|source| io_error("look at", &path, source))?;
-        let last_use = last_use.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let modified = modified.map_err(|source| io_error("look at", &path, source))?;
+        let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
+        let modified = u64::try_from(modified).map_or(LATEST_USE_MS, |ms| ms.min(LATEST_USE_MS));
         Ok(Entry {
             slot_id,
             // What is no slot file takes room all the same, and has no tokens.
             n_tokens: seq_file_token_count(&path).unwrap_or_default(),
-            last_use_ms: u64::try_from(last_use.as_millis())
-                .map_or(LATEST_USE_MS, |ms| ms.min(LATEST_USE_MS)),
-            target: None,
-            sidecar: None,
+            last_use_ms: recorded.map_or(0, |entry| entry.last_use_ms).max(modified),
+            target: recorded.and_then(|entry| entry.target),
+            sidecar: recorded.and_then(|entry| entry.sidecar),
         })
     }
 
     /// What is known of a slot, whose file may have come from somebody else meanwhile.
     pub fn look(&mut self, slot_id: u32) -> Option<Entry> {
         if !self.entries.contains_key(&slot_id) {
-            self.entries.insert(slot_id, self.found(slot_id).ok()?);
+            self.entries.insert(slot_id, self.found(slot_id, None).ok()?);
             self.is_changed = true;
         }
         self.entries.get(&slot_id).cloned()

@@ -24,8 +24,10 @@ pub struct Saved {
 struct Begun {
     slot_id: u32,
     n_tokens: u32,
-    last_use_ms: u64,
+    /// Tokens that were not saved before.
     unsaved: u64,
+    /// The last use that it knows of.
+    use_ms: u64,
 }
 
 impl Autosave {
@@ -70,7 +72,7 @@ impl Autosave {
         let begun = self.shared.begin(slot_id, contents.tokens);
         let snapshot = context.slot_snapshot(seq_id, contents)?;
         let total = snapshot.size()?;
-        self.shared.folder().check_save(slot_id, total, begun.last_use_ms)?;
+        self.shared.folder().check_save(slot_id, total, begun.use_ms)?;
         let shared = Arc::clone(&self.shared);
         let job = Job::spawn(0, total, None, move |mut progress| {
             let saved = snapshot.files().and_then(|files| shared.save(begun, &files, Some(&mut progress)));
@@ -115,7 +117,7 @@ impl Shared {
         slot.begun = slot.unsaved;
         // As many as a file has: a save of more fails.
         let n_tokens = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
-        Begun { slot_id, n_tokens, last_use_ms: slot.last_use_ms, unsaved: slot.unsaved }
+        Begun { slot_id, n_tokens, unsaved: slot.unsaved, use_ms: slot.last_use_ms }
     }
 
     fn save(
@@ -124,11 +126,13 @@ impl Shared {
         files: &SlotFiles<'_>,
         progress: Option<&mut ProgressCallback>,
     ) -> Result<Saved> {
-        let Begun { slot_id, n_tokens, last_use_ms, unsaved } = begun;
-        self.folder().check_save(slot_id, files.size()?, last_use_ms)?;
+        let Begun { slot_id, n_tokens, unsaved, use_ms } = begun;
+        self.folder().check_save(slot_id, files.size()?, use_ms)?;
         let written = files.write(&self.path(slot_id), progress)?;
         written.sync_data(self.sync)?;
         let mut saved = Saved { bytes: written.bytes(), notes: Vec::new() };
+        // It may have been used meanwhile, as may others.
+        let last_use_ms = lock(&self.uses).slots.get(&slot_id).map_or(use_ms, |slot| slot.last_use_ms);
         self.folder().put(written, (slot_id, n_tokens, last_use_ms), &mut saved.notes)?;
         for note in &saved.notes {
             log::warn!("slot {slot_id} is saved, but: {note}");
@@ -136,8 +140,7 @@ impl Shared {
         if let Some(slot) = lock(&self.uses).slots.get_mut(&slot_id) {
             slot.unsaved -= unsaved;
             slot.begun -= unsaved;
-            // Marked since, it has been used later.
-            slot.is_dirty = slot.last_use_ms > last_use_ms;
+            slot.is_dirty = slot.last_use_ms > use_ms;
         }
         Ok(saved)
     }

@@ -124,17 +124,6 @@ fn sidecar_path(path: &Path) -> Result<PathBuf> {
     Ok(sidecar)
 }
 
-/// Checkpoints that somebody else keeps.
-fn checkpoint_refs<'c>(checkpoints: &'c [Checkpoint<Vec<u8>>]) -> Vec<Checkpoint<&'c [u8]>> {
-    let of = |c: &'c Checkpoint<Vec<u8>>| Checkpoint {
-        span: c.span,
-        target: &c.target[..],
-        draft: &c.draft[..],
-        driver: &c.driver[..],
-    };
-    checkpoints.iter().map(of).collect()
-}
-
 /// The path of the slot file `name` in `directory`, for names that come from a client.
 ///
 /// # Errors

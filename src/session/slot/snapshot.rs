@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
+use super::SlotContents;
 use super::geometry::geometry_of;
 use super::save::{Contents, SeqState, SlotFiles};
-use super::{SlotContents, checkpoint_refs};
 use crate::context::{Context, Snapshot};
 use crate::error::Result;
 use crate::format::{Checkpoint, Checkpoints, FileKind, Identity, SectionGeometry};
@@ -73,7 +73,7 @@ impl SlotSnapshot {
         let contents = Contents {
             head: file_record(FileKind::Sequence, &self.tokens)?,
             target: self.target.state()?,
-            checkpoints: Checkpoints(checkpoint_refs(&self.checkpoints)),
+            checkpoints: Checkpoints(self.checkpoints.iter().map(borrowed).collect()),
             draft: self.draft.as_ref().map(SeqSnapshot::state).transpose()?,
             driver: &self.driver,
             identity: &self.identity,
@@ -127,4 +127,9 @@ impl SlotSnapshot {
         let (path, total) = (path.into(), self.size()?);
         Job::spawn(0, total, progress, move |mut progress| self.save(path, sync, Some(&mut progress)))
     }
+}
+
+fn borrowed(checkpoint: &Checkpoint<Vec<u8>>) -> Checkpoint<&[u8]> {
+    let Checkpoint { span, target, draft, driver } = checkpoint;
+    Checkpoint { span: *span, target, draft, driver }
 }
