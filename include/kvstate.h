@@ -168,6 +168,13 @@
 // Worth knowing.
 #define KVS_LOG_INFO 3
 
+// A folder that keeps slots from one run of a server to the next: slot N in auto-slotN.bin, a slot file as any other, and on
+// request its draft in auto-slotN.drft. All calls but kvs_autosave_free are Const: they may be made from any thread, side by
+// side, also while one waits.
+//
+// Whatever is wrong with a file costs a cold start and nothing else.
+typedef struct kvs_autosave kvs_autosave;
+
 // The checkpoints of one sequence, by position. They belong to the history that the sequence has, and outlive the context. One
 // call at a time may use them; calls marked Const may run side by side.
 typedef struct kvs_checkpoints kvs_checkpoints;
@@ -753,8 +760,9 @@ typedef struct kvs_slot_save_params {
     struct kvs_context *draft;
     // Its sequence.
     kvs_seq_id draft_seq_id;
-    // 0.
-    uint32_t reserved;
+    // 1: the draft's state and driver go into a file of their own, which stands beside the slot file and ends in .drft instead;
+    // 0 by default. A load finds it.
+    uint32_t sidecar;
     // State of the speculative driver; may be empty.
     const uint8_t *driver;
     // Bytes of driver.
@@ -827,6 +835,36 @@ typedef struct kvs_slot_result {
     // What kvs_slot_result_free frees; NULL if nothing was loaded.
     struct kvs_loaded_slot *memory;
 } kvs_slot_result;
+
+// Which folder keeps the slots, and how much of them. Fill with kvs_autosave_params_init first.
+typedef struct kvs_autosave_params {
+    // sizeof(kvs_autosave_params), set by the init call.
+    size_t struct_size;
+    // The folder, which is created if it is not there.
+    const char *directory;
+    // Most bytes of all slot files, without the temporary one of a save that runs; 0 (by default): no bound.
+    uint64_t max_bytes;
+    // kvs_autosave_mark says that a save is due after so many tokens; 0 (by default): never.
+    uint64_t every_n_tokens;
+    // 1: saves do not wait for the disk, whatever unsynced_files of the context is; 0 by default.
+    uint32_t unsynced_files;
+    // 0.
+    uint32_t reserved;
+} kvs_autosave_params;
+
+// A slot that the folder has. Fill with kvs_autosaved_slot_init first.
+typedef struct kvs_autosaved_slot {
+    // sizeof(kvs_autosaved_slot), set by the init call.
+    size_t struct_size;
+    // The slot.
+    uint32_t slot_id;
+    // Words of its token field.
+    uint32_t n_tokens;
+    // Bytes of its files.
+    uint64_t size;
+    // When it was used last, in milliseconds since 1970.
+    uint64_t last_use_ms;
+} kvs_autosaved_slot;
 
 // Calls that reach tensors which are in no host memory. They return 0, or anything else to fail; neither throws.
 typedef struct kvs_tensor_access {
@@ -1012,6 +1050,12 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 
 // The caller's stream is being captured into a graph: nothing can be ordered behind it, and nothing was changed.
 #define KVS_STATUS_STREAM_CAPTURING 24
+
+// Another process, or another handle of this one, keeps the folder.
+#define KVS_STATUS_LOCKED 25
+
+// The files of a slot would take more bytes than those of the folder may.
+#define KVS_STATUS_OVER_BUDGET 26
 
 // The whole state of the sequence.
 #define KVS_STATE_SEQ_FLAGS_NONE 0
@@ -1735,6 +1779,105 @@ kvs_status kvs_slot_load(struct kvs_context *ctx,
 // Frees what a result points to, and fills it with zeroes. A result of no load is fine.
 void kvs_slot_result_free(struct kvs_slot_result *result);
 
+// Fills the struct of struct_size bytes at params with defaults.
+kvs_status kvs_autosave_params_init(struct kvs_autosave_params *params, size_t struct_size);
+
+// Fills the struct of struct_size bytes at slot with zeroes.
+kvs_status kvs_autosaved_slot_init(struct kvs_autosaved_slot *slot, size_t struct_size);
+
+// Takes a folder, and finds out what it holds: by its manifest, and by the files themselves where that is missing, damaged, or
+// of a later version. What killed processes have left behind, and slots that are too many for max_bytes, are removed.
+// KVS_STATUS_LOCKED if another process, or another handle, has taken it: the end of a process, however it comes, gives it back.
+// A folder that cannot be written can be opened: restores work, saves fail and say why. Free it with kvs_autosave_free.
+kvs_status kvs_autosave_open(const struct kvs_autosave_params *params,
+                             struct kvs_autosave **autosave_out);
+
+// Waits for the saves that run (kvs_autosave_cancel ends one sooner), and gives the folder back. NULL is fine.
+void kvs_autosave_free(struct kvs_autosave *autosave);
+
+// What was odd when the folder was opened, in words; NULL behind the last note. Valid until the handle is freed. Const.
+const char *kvs_autosave_note(const struct kvs_autosave *autosave,
+                              size_t i);
+
+// Number of slots that the folder has. 0: none, or failed. Const.
+size_t kvs_autosave_count(const struct kvs_autosave *autosave);
+
+// Slot i of those that the folder has, by number. Const.
+kvs_status kvs_autosave_get(const struct kvs_autosave *autosave, size_t i, struct kvs_autosaved_slot *slot);
+
+// Slot slot_id has been used and is another than its file: n_tokens tokens were computed since the last call. Returns whether a
+// save is due: every_n_tokens have come together since the last that was begun, and none runs. Const.
+bool kvs_autosave_mark(const struct kvs_autosave *autosave,
+                       uint32_t slot_id,
+                       uint64_t n_tokens);
+
+// Whether the slot was marked since the state that its file has: at the end of a run these are the slots to save. Const.
+bool kvs_autosave_is_dirty(const struct kvs_autosave *autosave,
+                           uint32_t slot_id);
+
+// Saves a slot: sequence seq_id and what params say (NULL: no more than that; directory must be NULL). *size_out (NULL: not
+// wanted) is the size of its files.
+//
+// The slots that were used longest ago make room for it, once it is there. KVS_STATUS_OVER_BUDGET: it does not fit beside slots
+// that were used later. If it fails its old file stands, and every other. A save of the slot in the background is waited for
+// first. Const.
+kvs_status kvs_autosave_save(const struct kvs_autosave *autosave,
+                             struct kvs_context *ctx,
+                             uint32_t slot_id,
+                             kvs_seq_id seq_id,
+                             const struct kvs_slot_save_params *params,
+                             size_t *size_out);
+
+// Takes a snapshot of a slot and begins kvs_autosave_save of it on a thread of its own: the contexts may go on, and everything
+// that params point to is copied. A save of the slot that still runs is waited for first. Its failure is said by
+// kvs_autosave_wait, and logged. Const.
+kvs_status kvs_autosave_save_start(const struct kvs_autosave *autosave,
+                                   struct kvs_context *ctx,
+                                   uint32_t slot_id,
+                                   kvs_seq_id seq_id,
+                                   const struct kvs_slot_save_params *params);
+
+// Whether no save of the slot runs in the background: 1 or 0; -1: no live handle. Const.
+int32_t kvs_autosave_poll(const struct kvs_autosave *autosave, uint32_t slot_id);
+
+// Bytes done of total of the save in the background, until it has been waited for; 0 of 0 if there is none. Const.
+kvs_status kvs_autosave_progress(const struct kvs_autosave *autosave,
+                                 uint32_t slot_id,
+                                 uint64_t *done_out,
+                                 uint64_t *total_out);
+
+// Asks the save in the background to end: kvs_autosave_wait fails with KVS_STATUS_CANCELLED then, and the old file stands,
+// unless it was done before. Const.
+kvs_status kvs_autosave_cancel(const struct kvs_autosave *autosave,
+                               uint32_t slot_id);
+
+// Waits for the save of the slot in the background, and fails for its reason; *size_out (NULL: not wanted) is then what
+// kvs_autosave_save would have given, or 0 if there was none that nobody has waited for. Const.
+kvs_status kvs_autosave_wait(const struct kvs_autosave *autosave,
+                             uint32_t slot_id,
+                             size_t *size_out);
+
+// Waits for all saves in the background, and brings the manifest up to date with what was used. Fails for the reason of the last
+// save that failed, after all of them. Const.
+kvs_status kvs_autosave_flush(const struct kvs_autosave *autosave);
+
+// Replaces sequence dest_seq_id by that of a slot, as kvs_slot_load from its file (params: as there, and directory must be
+// NULL), and fills result. The slot is not dirty then. *restored_out is 1, or 0 for a cold start: nothing has changed then, and
+// the notes of the result say why; there are none if the folder has no such slot. Either way the result is to be freed.
+//
+// Fails only for what is the caller's: arguments, and a progress callback that cancels. Const.
+kvs_status kvs_autosave_restore(const struct kvs_autosave *autosave,
+                                struct kvs_context *ctx,
+                                uint32_t slot_id,
+                                kvs_seq_id dest_seq_id,
+                                const struct kvs_slot_load_params *params,
+                                struct kvs_slot_result *result,
+                                int32_t *restored_out);
+
+// Removes a slot from the folder; one that it does not have is fine. A save of it in the background is cancelled. Const.
+kvs_status kvs_autosave_remove(const struct kvs_autosave *autosave,
+                               uint32_t slot_id);
+
 // Fills a view with defaults: one stream, full attention, no layers.
 kvs_status kvs_kv_view_init(struct kvs_kv_view *view, size_t struct_size);
 
@@ -2098,6 +2241,20 @@ static inline kvs_slot_result kvs_slot_result_default(void) {
     kvs_slot_result result;
     kvs_slot_result_init(&result, sizeof result);
     return result;
+}
+
+// Defaults as a value, for initialisers.
+static inline kvs_autosave_params kvs_autosave_default_params(void) {
+    kvs_autosave_params params;
+    kvs_autosave_params_init(&params, sizeof params);
+    return params;
+}
+
+// Zeroes as a value, for kvs_autosave_get.
+static inline kvs_autosaved_slot kvs_autosaved_slot_default(void) {
+    kvs_autosaved_slot slot;
+    kvs_autosaved_slot_init(&slot, sizeof slot);
+    return slot;
 }
 
 // Defaults as a value, for initialisers.

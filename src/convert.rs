@@ -124,6 +124,7 @@ fn slot_file(from: &Path, inspected: Inspected<'_>, to: &Path, params: &ConvertP
             .map(|draft| (draft, 0)),
         driver: slot.driver.as_deref().unwrap_or_default(),
         identity,
+        sidecar: false,
     };
     Ok(Converted { bytes: target.slot_save(to, 0, contents)?, notes })
 }

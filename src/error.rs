@@ -61,6 +61,10 @@ pub enum Status {
     Device = 23,
     /// The caller's stream is being captured into a graph, so nothing can be ordered behind it.
     StreamCapturing = 24,
+    /// Another process, or another handle of this one, keeps the folder.
+    Locked = 25,
+    /// The files would take more bytes than they may.
+    OverBudget = 26,
 }
 
 /// Everything that can go wrong. Each message names the field and both values.
@@ -347,6 +351,26 @@ pub enum Error {
         /// Number of the device.
         device: i32,
     },
+    /// A folder that somebody else keeps.
+    #[error("the folder is in use by another process, or another handle of this one: {path} is locked")]
+    Locked {
+        /// The lock file.
+        path: String,
+    },
+    /// Files for which there is no room in their folder's budget.
+    #[error(
+        "slot {slot_id}: {need} bytes do not fit max_bytes: {max_bytes}, beside {newer} bytes of slots used later"
+    )]
+    OverBudget {
+        /// The slot.
+        slot_id: u32,
+        /// Bytes of its files.
+        need: u64,
+        /// Bytes of the files of slots that were used later.
+        newer: u64,
+        /// Bytes that the files of the folder may take.
+        max_bytes: u64,
+    },
     /// A caught panic.
     #[error("internal error: {0}")]
     Internal(String),
@@ -394,6 +418,8 @@ impl Error {
             Self::DriverTooOld { .. } => Status::DriverTooOld,
             Self::Device { .. } => Status::Device,
             Self::StreamCapturing { .. } => Status::StreamCapturing,
+            Self::Locked { .. } => Status::Locked,
+            Self::OverBudget { .. } => Status::OverBudget,
             Self::Internal(_) => Status::Internal,
         }
     }

@@ -223,6 +223,8 @@
 //! # }
 //! ```
 //!
+//! [`session::Autosave`] keeps a folder of slot files, from one run of a server to the next.
+//!
 //! # Where things are
 //!
 //! The floors, each of which uses only those before it:
@@ -236,7 +238,7 @@
 //! | [`state`] | sinks and sources: count, slice, file, snapshot |
 //! | [`memory`] | sections: which cells a state holds, and how it is written and read |
 //! | [`context`] | the memory of one model, its states, and what an engine needs |
-//! | [`session`] | files, slot files, and saves in the background |
+//! | [`session`] | files, slot files, saves in the background, and folders of slots |
 //! | [`convert`] | a file made into one of another layout or type |
 //! | [`capi`] | the C ABI |
 

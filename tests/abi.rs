@@ -210,6 +210,8 @@ fn number_in_c(status: Status) -> (&'static str, i32) {
         DriverTooOld = KVS_STATUS_DRIVER_TOO_OLD,
         Device = KVS_STATUS_DEVICE,
         StreamCapturing = KVS_STATUS_STREAM_CAPTURING,
+        Locked = KVS_STATUS_LOCKED,
+        OverBudget = KVS_STATUS_OVER_BUDGET,
     )
 }
 
@@ -242,6 +244,8 @@ fn every_status_constant_of_the_header_is_the_number_of_a_status() {
         S::DriverTooOld,
         S::Device,
         S::StreamCapturing,
+        S::Locked,
+        S::OverBudget,
     ];
     let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
     let in_header: BTreeMap<&str, i32> = header
@@ -479,6 +483,19 @@ c_tests! { slot_file on_the_host:
     a_damaged_appendix_is_left_out_and_a_damaged_state_refused,
     a_file_of_another_model_is_refused,
     a_name_in_a_directory_has_no_separator,
+    what_makes_no_sense_is_refused,
+    structs_of_another_size_are_refused,
+    a_null_argument_fails_every_call,
+}
+
+c_tests! { autosave on_the_host_and_on_devices:
+    a_slot_is_restored_by_the_next_run,
+    what_does_not_fit_is_a_cold_start_that_says_why,
+    a_save_is_due_after_so_many_tokens_and_runs_in_the_background,
+    a_save_can_be_cancelled,
+    a_sidecar_has_the_draft,
+    a_folder_has_one_keeper_and_a_budget,
+    what_was_odd_is_said,
     what_makes_no_sense_is_refused,
     structs_of_another_size_are_refused,
     a_null_argument_fails_every_call,

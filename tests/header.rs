@@ -24,6 +24,7 @@ fn the_header_checked_in_is_the_one_that_the_sources_give() {
         "snapshot",
         "checkpoint",
         "slot_file",
+        "autosave",
         "view",
         "transfer",
         "log",

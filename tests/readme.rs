@@ -12,7 +12,11 @@ use fakecuda::FakeCuda;
 
 /// The one code block of the README in a language.
 fn example(language: &str) -> String {
-    let readme = fs::read_to_string(repo("README.md")).expect("README.md");
+    example_of("README.md", language)
+}
+
+fn example_of(path: &str, language: &str) -> String {
+    let readme = fs::read_to_string(repo(path)).expect(path);
     let opening = format!("```{language}\n");
     let mut blocks = readme.split(&opening).skip(1);
     let block = blocks.next().and_then(|rest| rest.split("```").next());
@@ -40,6 +44,51 @@ fn the_c_example_saves_restores_and_is_refused() {
         assert!(printed.contains("bytes, positions 0 to 2"), "{printed}");
         assert!(printed.contains("refused: truncated state"), "{printed}");
     }
+}
+
+/// Two runs of a server with one slot, which computes 5,000 tokens and is saved twice.
+const MAIN_OF_AUTOSAVE: &str = r#"
+static kvs_context *new_context(void) {
+    kvs_kv_layer_params layer = kvs_kv_layer_default_params();
+    layer.n_embd_k_gqa = layer.n_embd_v_gqa = 4;
+    kvs_kv_params kv = kvs_kv_default_params();
+    kv.kv_size = 32;
+    kv.n_layer = 1;
+    kv.layers = &layer;
+    kvs_section_params section = kvs_kv_section(&kv);
+    kvs_context_params params = kvs_context_default_params();
+    params.sections = &section;
+    params.n_section = 1;
+    kvs_context *ctx = NULL;
+    return kvs_context_new(&params, &ctx) == KVS_STATUS_OK ? ctx : NULL;
+}
+
+int main(void) {
+    static slot first = {.tokens = {5, 6, 7}, .n_tokens = 3}, second;
+    kvs_context *ctx = new_context();
+    kvs_autosave *autosave = open_folder("slots");
+    restore_slot(autosave, ctx, &first);
+    after_batch(autosave, ctx, &first, 5000);
+    after_batch(autosave, ctx, &first, 1);
+    at_the_end(autosave, ctx, &first, 1);
+    autosave = open_folder("slots");
+    restore_slot(autosave, ctx, &second);
+    printf("%zu tokens, the last %d\n", second.n_tokens, second.tokens[2]);
+    at_the_end(autosave, ctx, &second, 1);
+    kvs_context_free(ctx);
+}
+"#;
+
+#[test]
+fn the_example_of_auto_save_keeps_a_slot_from_one_run_to_the_next() {
+    let dir = temp_dir();
+    let source = dir.path().join("autosave.c");
+    fs::write(&source, example_of("docs/autosave.md", "c") + MAIN_OF_AUTOSAVE).expect("the source");
+    let mut compiler = cc::c();
+    compiler.arg(&source);
+    link(&mut compiler, Link::Dynamic);
+    let printed = run(Command::new(build(compiler, dir.path(), "autosave")).current_dir(dir.path()));
+    assert_eq!(printed, "3 tokens, the last 7\n");
 }
 
 /// Two cells of sequence 0, saved and restored as sequence 1 of the same cache; then a state cut short.

@@ -13,7 +13,7 @@ use kvstate::format::{
 };
 use kvstate::memory::{KvParams, LayerParams};
 use kvstate::session::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
-use kvstate::storage::ProgressCallback;
+use kvstate::storage::{ProgressCallback, Threads};
 use kvstate::types::CellExt;
 use kvstate::{Context, Error, Status};
 use slots::support::{context, decode, image, is_intact, kv, place, positions, save, tensor};
@@ -220,6 +220,68 @@ fn a_load_that_is_refused_leaves_target_and_draft_as_they_were() {
     let error = load_slot(&path, &mut small, &mut draft, Verify::None).unwrap_err();
     assert_eq!(error.status(), Status::NoSpace);
     assert!((image(&small), image(&draft)) == before);
+}
+
+// Snapshots
+
+#[test]
+fn a_snapshot_of_a_slot_writes_what_a_save_would_have_written() {
+    let (dir, path) = saved();
+    let (mut target, mut draft) = (target(), draft());
+    let states = checkpoint_states(&mut target);
+    for sidecar in [false, true] {
+        let contents = SlotContents {
+            tokens: &TOKENS,
+            checkpoints: checkpoints(&states),
+            draft: Some((&mut draft, 1)),
+            driver: DRIVER,
+            identity: identity(),
+            sidecar,
+        };
+        let snapshot = target.slot_snapshot(0, contents).unwrap().with_threads(Threads::new(1));
+        let (first, second) = (dir.path().join("first.bin"), dir.path().join("second.bin"));
+        let bytes = snapshot.save(&first, false, None).unwrap();
+        assert_eq!(bytes, snapshot.size().unwrap());
+        assert_eq!(snapshot.save_in_background(&second, false, None).unwrap().wait().unwrap(), bytes);
+        assert!(fs::read(&first).unwrap() == fs::read(&second).unwrap());
+        assert_eq!(fs::read(&first).unwrap() == fs::read(&path).unwrap(), !sidecar);
+        assert_eq!(load(&second), load(&path));
+    }
+}
+
+#[test]
+fn a_snapshot_of_a_slot_does_not_change_with_the_contexts() {
+    let (_dir, path) = saved();
+    let want = load(&path);
+    let (mut target, mut draft) = (target(), draft());
+    let states = checkpoint_states(&mut target);
+    let contents = SlotContents {
+        tokens: &TOKENS,
+        checkpoints: checkpoints(&states),
+        draft: Some((&mut draft, 1)),
+        driver: DRIVER,
+        identity: identity(),
+        sidecar: false,
+    };
+    let snapshot = target.slot_snapshot(0, contents).unwrap();
+    target.clear(true).unwrap();
+    draft.clear(true).unwrap();
+    drop((target, draft));
+    snapshot.save(&path, false, None).unwrap();
+    assert_eq!(load(&path), want);
+}
+
+#[test]
+fn a_save_of_a_snapshot_that_is_cancelled_leaves_the_old_files() {
+    let (dir, path) = saved();
+    let before = fs::read(&path).unwrap();
+    let mut draft = draft();
+    let contents = SlotContents { draft: Some((&mut draft, 1)), sidecar: true, ..SlotContents::default() };
+    let snapshot = target().slot_snapshot(0, contents).unwrap();
+    let mut cancel = ProgressCallback::new(|_| ControlFlow::Break(()));
+    let error = snapshot.save(&path, false, Some(&mut cancel)).unwrap_err();
+    assert_eq!(error.status(), Status::Cancelled);
+    assert!(fs::read(&path).unwrap() == before && fs::read_dir(dir.path()).unwrap().count() == 1);
 }
 
 // Identity

@@ -6,6 +6,7 @@
 #![allow(clippy::doc_markdown, reason = "the comments become the C header's")]
 #![allow(clippy::missing_safety_doc, reason = "the header states the contract of all calls once, at its top")]
 
+mod autosave;
 mod checkpoint;
 mod context;
 mod device;
@@ -27,6 +28,7 @@ mod transfer;
 mod transfer_params;
 mod view;
 
+pub use self::autosave::*;
 pub use self::checkpoint::*;
 pub use self::context::*;
 pub use self::device::*;

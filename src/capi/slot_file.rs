@@ -132,8 +132,9 @@ pub struct kvs_slot_save_params {
     pub draft: *mut kvs_context,
     /// Its sequence.
     pub draft_seq_id: kvs_seq_id,
-    /// 0.
-    pub reserved: u32,
+    /// 1: the draft's state and driver go into a file of their own, which stands beside the slot file and ends in .drft instead;
+    /// 0 by default. A load finds it.
+    pub sidecar: u32,
     /// State of the speculative driver; may be empty.
     pub driver: *const u8,
     /// Bytes of driver.
@@ -157,7 +158,7 @@ unsafe impl Params for kvs_slot_save_params {
             n_checkpoint: 0,
             draft: ptr::null_mut(),
             draft_seq_id: 0,
-            reserved: 0,
+            sidecar: 0,
             driver: ptr::null(),
             driver_size: 0,
             identity: NOBODY,
@@ -291,6 +292,18 @@ unsafe impl Params for kvs_slot_result {
     }
 }
 
+impl kvs_slot_result {
+    /// The size of the caller's struct, which holds nothing.
+    pub(super) unsafe fn unused(result: *const Self) -> Result<usize> {
+        // SAFETY: passed on.
+        let Self { struct_size, memory, .. } = unsafe { params::read(result) }?;
+        if memory.is_null() {
+            return Ok(struct_size);
+        }
+        Err(Error::arg("result", "holds what an earlier load gave: free it first"))
+    }
+}
+
 /// Fills the struct of struct_size bytes at checkpoint with zeroes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_slot_checkpoint_init(
@@ -347,20 +360,10 @@ pub unsafe extern "C" fn kvs_slot_save(
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
         let params = if params.is_null() { kvs_slot_save_params::defaults() } else { params::read(params)? };
-        if params.reserved != 0 {
-            return Err(Error::arg("reserved", format!("{}, it is 0", params.reserved)));
-        }
         let size_out = if size_out.is_null() { None } else { Some(out("size_out", size_out)?) };
         let path = file_path(filename, params.directory)?;
-        let tokens = array("tokens", params.tokens, params.n_tokens)?;
-        let driver = array("driver", params.driver, params.driver_size)?;
-        let identity = identity(&params.identity)?;
-        let checkpoints = params::read_array("checkpoints", params.checkpoints, params.n_checkpoint)?;
-        let checkpoints = checkpoints.iter().map(|c| checkpoint(c)).collect::<Result<_>>()?;
-        let draft = (params.draft, params.draft_seq_id);
-        let size = with_target_and_draft(ctx, draft, |context, draft| {
-            context.slot_save(path, seq_id, SlotContents { tokens, checkpoints, draft, driver, identity })
-        })?;
+        let size =
+            with_contents(ctx, &params, |context, contents| context.slot_save(path, seq_id, contents))?;
         if let Some(size_out) = size_out {
             *size_out = size_of_state(size)?;
         }
@@ -385,27 +388,11 @@ pub unsafe extern "C" fn kvs_slot_load(
     // SAFETY: the contract of all calls.
     status_of(|| unsafe {
         let params = if params.is_null() { kvs_slot_load_params::defaults() } else { params::read(params)? };
-        let before = params::read(result)?;
-        if !before.memory.is_null() {
-            return Err(Error::arg("result", "holds what an earlier load gave: free it first"));
-        }
+        let struct_size = kvs_slot_result::unused(result)?;
         let path = file_path(filename, params.directory)?;
-        let verify = match params.verify {
-            KVS_VERIFY_NONE => Verify::None,
-            KVS_VERIFY_HEADERS => Verify::Headers,
-            KVS_VERIFY_FULL => Verify::Full,
-            other => {
-                return Err(Error::arg("verify", format!("{other} is out of range [0, {KVS_VERIFY_FULL}]")));
-            }
-        };
-        let identity = identity(&params.identity)?;
-        let kvs_slot_load_params { n_token_capacity, n_ctx_checkpoints, .. } = params;
-        let draft = (params.draft, params.draft_seq_id);
-        let loaded = with_target_and_draft(ctx, draft, |context, draft| {
-            let params = SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify };
-            context.slot_load(path, dest_seq_id, params)
-        })?;
-        params::write(result, kvs_slot_result { struct_size: before.struct_size, ..result_of(loaded) })
+        let loaded =
+            with_load_params(ctx, &params, |context, params| context.slot_load(path, dest_seq_id, params))?;
+        params::write(result, kvs_slot_result { struct_size, ..result_of(loaded) })
     })
 }
 
@@ -418,6 +405,50 @@ pub unsafe extern "C" fn kvs_slot_result_free(result: *mut kvs_slot_result) {
         free_tagged(memory)?;
         params::init(result, struct_size)
     });
+}
+
+/// Runs a save of what params say.
+pub(super) unsafe fn with_contents<T>(
+    ctx: *mut kvs_context,
+    params: &kvs_slot_save_params,
+    save: impl FnOnce(&mut Context, SlotContents<'_>) -> Result<T>,
+) -> Result<T> {
+    // SAFETY: passed on.
+    unsafe {
+        let sidecar = params::flag("sidecar", params.sidecar)?;
+        let tokens = array("tokens", params.tokens, params.n_tokens)?;
+        let driver = array("driver", params.driver, params.driver_size)?;
+        let identity = identity(&params.identity)?;
+        let checkpoints = params::read_array("checkpoints", params.checkpoints, params.n_checkpoint)?;
+        let checkpoints = checkpoints.iter().map(|c| checkpoint(c)).collect::<Result<_>>()?;
+        with_target_and_draft(ctx, (params.draft, params.draft_seq_id), |context, draft| {
+            save(context, SlotContents { tokens, checkpoints, draft, driver, identity, sidecar })
+        })
+    }
+}
+
+/// Runs a load as params say.
+pub(super) unsafe fn with_load_params<T>(
+    ctx: *mut kvs_context,
+    params: &kvs_slot_load_params,
+    load: impl FnOnce(&mut Context, SlotLoadParams<'_>) -> Result<T>,
+) -> Result<T> {
+    let verify = match params.verify {
+        KVS_VERIFY_NONE => Verify::None,
+        KVS_VERIFY_HEADERS => Verify::Headers,
+        KVS_VERIFY_FULL => Verify::Full,
+        other => {
+            return Err(Error::arg("verify", format!("{other} is out of range [0, {KVS_VERIFY_FULL}]")));
+        }
+    };
+    let kvs_slot_load_params { n_token_capacity, n_ctx_checkpoints, .. } = *params;
+    // SAFETY: passed on.
+    unsafe {
+        let identity = identity(&params.identity)?;
+        with_target_and_draft(ctx, (params.draft, params.draft_seq_id), |context, draft| {
+            load(context, SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify })
+        })
+    }
 }
 
 /// Runs a call on the target's context and, if there is one, the draft's.
@@ -477,7 +508,7 @@ unsafe fn checkpoint<'a>(checkpoint: &kvs_slot_checkpoint) -> Result<Checkpoint<
 }
 
 /// The result for C callers; what it points to is in its memory.
-fn result_of(loaded: LoadedSlot) -> kvs_slot_result {
+pub(super) fn result_of(loaded: LoadedSlot) -> kvs_slot_result {
     let text = |text: &str| CString::new(text.replace('\0', "\\0")).unwrap_or_default();
     let notes: Vec<_> = loaded.notes.iter().map(|note| text(note)).collect();
     let draft_reason = match &loaded.draft {

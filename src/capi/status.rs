@@ -60,6 +60,10 @@ pub const KVS_STATUS_DRIVER_TOO_OLD: kvs_status = 22;
 pub const KVS_STATUS_DEVICE: kvs_status = 23;
 /// The caller's stream is being captured into a graph: nothing can be ordered behind it, and nothing was changed.
 pub const KVS_STATUS_STREAM_CAPTURING: kvs_status = 24;
+/// Another process, or another handle of this one, keeps the folder.
+pub const KVS_STATUS_LOCKED: kvs_status = 25;
+/// The files of a slot would take more bytes than those of the folder may.
+pub const KVS_STATUS_OVER_BUDGET: kvs_status = 26;
 
 struct LastError {
     status: kvs_status,

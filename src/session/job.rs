@@ -41,7 +41,7 @@ pub struct Job<T> {
 
 impl<T: Send + 'static> Job<T> {
     /// `before`: bytes of `total` that are there before `work` reports its first; `work` counts from 0.
-    fn spawn(
+    pub(super) fn spawn(
         before: u64,
         total: u64,
         progress: Option<ProgressCallback>,

@@ -4,6 +4,7 @@
 //! or the new one. Of a file only the metadata is read before all of it has been checked; then its tensors go from
 //! the page cache to the cache, piece by piece.
 
+mod autosave;
 mod compose;
 mod job;
 mod replace;
@@ -20,9 +21,10 @@ use crate::state::{Input, RecordSink, Sink, write_file};
 use crate::storage::{ProgressCallback, Transfer};
 use crate::types::{Seq, SeqId, StateFlags, Token};
 
+pub use autosave::{Autosave, AutosaveParams, AutosavedSlot, Restored, Saved};
 pub use compose::{StateReader, StateWriter};
 pub use job::Job;
-pub use slot::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
+pub use slot::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, SlotSnapshot, Verify, slot_path};
 pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
 
 use replace::Replacement;

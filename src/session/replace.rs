@@ -61,15 +61,27 @@ impl Replacement {
 
     /// Syncs the data, renames the file of `len` bytes into place, syncs the directory; without `sync` only renames.
     pub fn commit(self, len: u64, sync: bool) -> Result<()> {
+        self.sync_data(len, sync)?;
+        self.persist(sync)
+    }
+
+    /// Syncs the data of the file, which has `len` bytes; without `sync` only looks at it.
+    pub fn sync_data(&self, len: u64, sync: bool) -> Result<()> {
         let Self { file, path } = self;
-        let found = file.as_file().metadata().map_err(|source| io_error("look at", &path, source))?.len();
+        let found = file.as_file().metadata().map_err(|source| io_error("look at", path, source))?.len();
         if found != len {
             let reason = format!("somebody has changed it: it has {found} bytes, {len} were written");
-            return Err(io_error("keep the temporary file of", &path, io::Error::other(reason)));
+            return Err(io_error("keep the temporary file of", path, io::Error::other(reason)));
         }
         if sync {
-            file.as_file().sync_all().map_err(|source| io_error("sync", &path, source))?;
+            file.as_file().sync_all().map_err(|source| io_error("sync", path, source))?;
         }
+        Ok(())
+    }
+
+    /// Renames the file, whose data has been synced, into place, and with `sync` syncs the directory.
+    pub fn persist(self, sync: bool) -> Result<()> {
+        let Self { file, path } = self;
         file.persist(&path).map_err(|error| io_error("rename into", &path, error.error))?;
         if !sync {
             return Ok(());

@@ -97,6 +97,7 @@ pub struct FileWriter<'w, W> {
     buffer: Buffer,
     /// Bytes in the buffer, less than a chunk between two calls.
     len: usize,
+    /// What has been reported of `total`.
     written: u64,
     total: u64,
     progress: Option<&'w mut ProgressCallback>,
@@ -131,6 +132,12 @@ impl<'w, W: Write> FileWriter<'w, W> {
     #[must_use]
     pub fn with_checksums(self) -> Self {
         Self { checksum: Some(Checksum::default()), ..self }
+    }
+
+    /// The same, for a file of several: `progress` is told of the `bytes` of those before it too.
+    #[must_use]
+    pub fn reporting_from(self, bytes: u64) -> Self {
+        Self { written: bytes, ..self }
     }
 
     /// Writes a recorded state.

@@ -205,9 +205,9 @@ static void what_makes_no_sense_is_refused(void) {
     CHECK(kvs_slot_load(target, "slot.bin", 1, &load, &result) == KVS_STATUS_OK);
     BAD_STATUS(kvs_slot_load(target, "slot.bin", 1, &load, &result), "holds what an earlier load gave");
     kvs_slot_result_free(&result);
-    params.reserved = 1;
-    BAD_STATUS(kvs_slot_save(target, "slot.bin", 0, &params, NULL), "reserved: 1, it is 0");
-    params.reserved = 0;
+    params.sidecar = 2;
+    BAD_STATUS(kvs_slot_save(target, "slot.bin", 0, &params, NULL), "sidecar: 2, it is 0 or 1");
+    params.sidecar = 0;
     checkpoints[1].pos_min = 8;
     BAD_STATUS(kvs_slot_save(target, "slot.bin", 0, &params, NULL), "pos_min: 8, above pos_max 7");
     checkpoints[1].pos_min = 0;

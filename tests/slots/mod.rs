@@ -77,6 +77,7 @@ pub fn save_slot(path: &Path) -> u64 {
         draft: Some((&mut draft, 1)),
         driver: DRIVER,
         identity: identity(),
+        sidecar: false,
     };
     target.slot_save(path, 0, contents).unwrap()
 }

@@ -13,6 +13,8 @@ pub(super) struct Appendices {
     pub checkpoints: Vec<Checkpoint<Range<u64>>>,
     pub draft: Option<DraftState<Range<u64>>>,
     pub integrity: Option<Integrity>,
+    /// Where nothing lists them, what is wrong with the first that is damaged.
+    pub damage: Option<Error>,
 }
 
 /// The integrity at the end of the file, if it is there and whole.
@@ -125,6 +127,7 @@ impl Appendices {
                 Err(error) => {
                     let error = file.failed(error);
                     notes.push(format!("the {left} bytes from a damaged appendix on are ignored: {error}"));
+                    found.damage = Some(error);
                     break;
                 }
             }

@@ -4,21 +4,33 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::appendices::{Appendices, integrity_at_end, verify_state};
-use super::{DraftOutcome, LoadedSlot, SlotLoadParams, Verify, identity};
+use super::{DraftOutcome, LoadedSlot, SlotLoadParams, Verify, identity, sidecar_path};
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, DraftState, FileKind, Identity, Integrity, read_seq_blob_header};
+use crate::format::{
+    Checkpoint, DraftState, FileKind, Identity, Integrity, SEQ_BLOB_HEADER_LEN, read_seq_blob_header,
+};
 use crate::memory::MemoryPlan;
 use crate::session::StateFile;
 use crate::state::Input;
-use crate::types::{Seq, SeqId};
+use crate::types::{Seq, SeqId, Token};
 
 const NOTHING_COMPARED: &str = "the file has no identity and no checksums: nothing was compared";
+
+/// What becomes of a file without checksums that is damaged behind the memory state.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::session) enum Unrecorded {
+    /// The damage is left out.
+    Taken,
+    /// The file is refused: there had been checksums.
+    Refused,
+}
 
 /// What a file is compared with.
 struct Expected<'a> {
     identity: &'a Identity,
     verify: Verify,
+    unrecorded: Unrecorded,
 }
 
 /// A restore that can be done.
@@ -37,8 +49,18 @@ impl<'a> Restore<'a> {
     }
 }
 
+/// A restore of the draft's sequence that can be done.
+struct DraftRestore<'a> {
+    restore: Restore<'a>,
+    /// Bytes of the state.
+    bytes: u64,
+    /// State of the driver, if it stands beside the draft's.
+    driver: Option<Vec<u8>>,
+}
+
 impl Context {
-    /// Replaces sequence `dest` by the one in a slot file, or in any sequence file, and gives what else the file holds.
+    /// Replaces sequence `dest` by the one in a slot file, or in any sequence file, and gives what else the file holds. If it
+    /// holds no draft state, a sidecar that stands beside it is looked for.
     ///
     /// What is damaged behind the memory state is left out, and named in [`LoadedSlot::notes`].
     ///
@@ -51,11 +73,21 @@ impl Context {
         dest: SeqId,
         params: SlotLoadParams<'_>,
     ) -> Result<LoadedSlot> {
+        self.load_slot(path.as_ref(), dest, params, Unrecorded::Taken)
+    }
+
+    pub(in crate::session) fn load_slot(
+        &mut self,
+        path: &Path,
+        dest: SeqId,
+        params: SlotLoadParams<'_>,
+        unrecorded: Unrecorded,
+    ) -> Result<LoadedSlot> {
         let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify } = params;
         let seq = self.seq(dest)?;
         let mut draft = draft.map(|(context, seq_id)| Ok((context.seq(seq_id)?, context))).transpose()?;
         let file = StateFile::open(path, FileKind::Sequence, n_token_capacity)?;
-        let expected = Expected { identity: &identity, verify };
+        let expected = Expected { identity: &identity, verify, unrecorded };
         let failed = |error| Error::Restore {
             kind: FileKind::Sequence.restored(),
             source: Box::new(file.failed(error)),
@@ -66,10 +98,20 @@ impl Context {
         let state_end = restore.plan.end.offset();
         let n_checkpoints_in_file = appendices.checkpoints.len();
         let checkpoints = read_checkpoints(&file, &appendices.checkpoints, n_ctx_checkpoints, &mut notes);
-        let driver = read_driver(&file, appendices.draft.as_ref(), &mut notes);
+        let mut driver = read_driver(&file, appendices.draft.as_ref(), &mut notes);
         let blob = appendices.draft.map(|state| state.draft).filter(|blob| !blob.is_empty());
-        let draft_restore =
-            plan_draft(&file, blob.clone(), draft.as_ref().map(|(seq, context)| (*seq, &**context)));
+        let sidecar = if blob.is_none() { open_sidecar(path) } else { None };
+        let draft_restore = {
+            let draft = draft.as_ref().map(|(seq, context)| (*seq, &**context));
+            match (blob, &sidecar) {
+                (Some(blob), _) => plan_draft(&file, blob, draft).map(Some),
+                (None, Some(Ok(sidecar))) => {
+                    plan_sidecar(sidecar, file.tokens(), draft, &expected, &mut notes).map(Some)
+                }
+                (None, Some(Err(error))) => Err(error.to_string()),
+                (None, None) => Ok(None),
+            }
+        };
 
         if restore.overwrites {
             file.warm(file.state_start()..state_end, self.progress.as_mut()).map_err(failed)?;
@@ -78,8 +120,8 @@ impl Context {
 
         let mut converted = restore.converted.clone();
         let outcome = match (draft_restore, &mut draft) {
-            (Ok(Some(restore)), Some((_, context))) => {
-                let bytes = blob.map_or(0, |blob| blob.end - blob.start);
+            (Ok(Some(DraftRestore { restore, bytes, driver: beside })), Some((_, context))) => {
+                driver = beside.or(driver);
                 match context.commit_file_state(&restore.plan, !restore.overwrites) {
                     Ok(()) => {
                         converted.extend(restore.converted.iter().map(|line| format!("draft, {line}")));
@@ -88,7 +130,7 @@ impl Context {
                     Err(error) => DraftOutcome::Dropped(file.failed(error).to_string()),
                 }
             }
-            (Err(error), _) => DraftOutcome::Dropped(file.failed(error).to_string()),
+            (Err(reason), _) => DraftOutcome::Dropped(reason),
             (Ok(_), _) => DraftOutcome::Absent,
         };
         if !matches!(outcome, DraftOutcome::Restored(_))
@@ -141,6 +183,9 @@ impl Context {
         let mut appendices = Appendices::default();
         if integrity.is_none() {
             appendices = Appendices::in_turn(file, state_end, notes);
+            if let Some(damage) = appendices.damage.take_if(|_| expected.unrecorded == Unrecorded::Refused) {
+                return Err(damage);
+            }
             // Something stands behind it.
             integrity = appendices.integrity.take();
             match &integrity {
@@ -155,31 +200,78 @@ impl Context {
     }
 }
 
-/// What a load would do to the draft's sequence; `None` if there is no state.
+/// The sidecar of a slot file, if there is one.
+fn open_sidecar(path: &Path) -> Option<Result<StateFile>> {
+    let sidecar = sidecar_path(path).ok().filter(|sidecar| sidecar.exists())?;
+    Some(StateFile::open(sidecar, FileKind::Sequence, usize::MAX))
+}
+
+fn no_draft_context() -> Error {
+    Error::arg("draft", "no context is named for the draft state of the file")
+}
+
+/// What a load of the appendix would do to the draft's sequence.
 ///
 /// # Errors
 /// The reason to drop the state.
 fn plan_draft<'f>(
     file: &'f StateFile,
-    blob: Option<Range<u64>>,
+    blob: Range<u64>,
     draft: Option<(Seq, &Context)>,
-) -> Result<Option<Restore<'f>>> {
-    let Some(blob) = blob else { return Ok(None) };
-    let Some((seq, context)) = draft else {
-        return Err(Error::arg("draft", "no context is named for the draft state of the file"));
+) -> Result<DraftRestore<'f>, String> {
+    let plan = || {
+        let (seq, context) = draft.ok_or_else(no_draft_context)?;
+        let bytes = blob.end - blob.start;
+        let mut source = file.part(blob.clone());
+        read_seq_blob_header(&mut source)?;
+        let plan = context.plan_file_state(source, Some(seq))?;
+        let left = plan.end.left();
+        if left > 0 {
+            return Err(Error::corrupt("bytes behind the draft state", left, "none"));
+        }
+        let restore = Restore::new(plan, context);
+        if restore.overwrites {
+            file.warm(blob, None)?;
+        }
+        Ok(DraftRestore { restore, bytes, driver: None })
     };
-    let mut source = file.part(blob.clone());
-    read_seq_blob_header(&mut source)?;
-    let plan = context.plan_file_state(source, Some(seq))?;
-    let left = plan.end.left();
-    if left > 0 {
-        return Err(Error::corrupt("bytes behind the draft state", left, "none"));
-    }
-    let restore = Restore::new(plan, context);
-    if restore.overwrites {
-        file.warm(blob, None)?;
-    }
-    Ok(Some(restore))
+    plan().map_err(|error| file.failed(error).to_string())
+}
+
+/// What a load of the sidecar would do to the draft's sequence. Its tokens say whether it belongs to a slot file with `tokens`.
+///
+/// # Errors
+/// The reason to drop the state.
+fn plan_sidecar<'f>(
+    sidecar: &'f StateFile,
+    tokens: &[Token],
+    draft: Option<(Seq, &Context)>,
+    expected: &Expected<'_>,
+    notes: &mut Vec<String>,
+) -> Result<DraftRestore<'f>, String> {
+    let mut plan = || {
+        let (seq, context) = draft.ok_or_else(no_draft_context)?;
+        if sidecar.tokens() != tokens {
+            let n = sidecar.tokens().len();
+            return Err(Error::corrupt(
+                "tokens",
+                format_args!("{n}, of another state"),
+                "those of the slot file",
+            ));
+        }
+        let mut of_sidecar = Vec::new();
+        let (restore, appendices) = context.read_slot(sidecar, seq, expected, &mut of_sidecar)?;
+        let driver = read_driver(sidecar, appendices.draft.as_ref(), &mut of_sidecar);
+        notes.extend(of_sidecar.into_iter().map(|note| format!("sidecar: {note}")));
+        let state = sidecar.state_start()..restore.plan.end.offset();
+        // As many as in an appendix, where it is a blob.
+        let bytes = SEQ_BLOB_HEADER_LEN + (state.end - state.start);
+        if restore.overwrites {
+            sidecar.warm(state, None)?;
+        }
+        Ok(DraftRestore { restore, bytes, driver })
+    };
+    plan().map_err(|error| format!("sidecar {}: {}", sidecar.path().display(), sidecar.failed(error)))
 }
 
 fn read_blob(file: &StateFile, range: &Range<u64>) -> Result<Vec<u8>> {

@@ -8,6 +8,7 @@ mod geometry;
 mod identity;
 mod load;
 mod save;
+mod snapshot;
 
 use std::path::{Path, PathBuf};
 
@@ -16,6 +17,11 @@ use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Identity};
 use crate::types::{SeqId, Token};
+
+pub use snapshot::SlotSnapshot;
+
+pub(super) use load::Unrecorded;
+pub(super) use save::{SavedFile, SlotFiles, WrittenSlot};
 
 /// What a slot file is to hold beside the state of the target's sequence.
 #[derive(Debug, Default)]
@@ -30,6 +36,9 @@ pub struct SlotContents<'a> {
     pub driver: &'a [u8],
     /// Whose state it is.
     pub identity: Identity,
+    /// The draft's state and the driver's go into a file of their own, the sidecar, which stands beside the slot file and ends in
+    /// `.drft`. It is a slot file too: that of the draft's sequence.
+    pub sidecar: bool,
 }
 
 /// How much of a file is compared with its checksums before anything changes.
@@ -104,6 +113,15 @@ pub struct LoadedSlot {
     pub identity: Identity,
     /// What is missing, damaged, unknown or converted, in words.
     pub notes: Vec<String>,
+}
+
+/// The sidecar of a slot file: a name of its own, or [`Error::InvalidArgument`].
+fn sidecar_path(path: &Path) -> Result<PathBuf> {
+    let sidecar = path.with_extension("drft");
+    if sidecar == path {
+        return Err(Error::arg("filename", format!("'{}', which is the name of a sidecar", path.display())));
+    }
+    Ok(sidecar)
 }
 
 /// The path of the slot file `name` in `directory`, for names that come from a client.
