@@ -61,6 +61,10 @@ pub enum Status {
     Device = 23,
     /// The caller's stream is being captured into a graph, so nothing can be ordered behind it.
     StreamCapturing = 24,
+    /// A state that is to be added to a sequence does not begin behind its end.
+    PositionsMeet = 25,
+    /// A section cannot go on at the end of the range, or prefix, that is wanted.
+    CannotCut = 26,
 }
 
 /// Everything that can go wrong. Each message names the field and both values.
@@ -255,6 +259,24 @@ pub enum Error {
         /// Section and stream.
         place: String,
     },
+    /// A state that is to be added to a sequence, and does not begin behind its end.
+    #[error("position {pos} of the state is not behind {pos_max}, the last one of the sequence ({place})")]
+    PositionsMeet {
+        /// First position of the state.
+        pos: Pos,
+        /// Last position of the sequence.
+        pos_max: Pos,
+        /// Section.
+        place: String,
+    },
+    /// A range, or a prefix, at whose end a section cannot go on.
+    #[error("cannot cut at position {p1}: {reason}")]
+    CannotCut {
+        /// The end of the range.
+        p1: i64,
+        /// What is missing, and where.
+        reason: String,
+    },
     /// A failed file operation.
     #[error("{op} {path}: {source}")]
     Io {
@@ -385,6 +407,8 @@ impl Error {
             Self::CannotShift { .. } => Status::CannotShift,
             Self::ShiftFailed { .. } => Status::ShiftFailed,
             Self::Stale { .. } | Self::StalePlan { .. } => Status::Stale,
+            Self::PositionsMeet { .. } => Status::PositionsMeet,
+            Self::CannotCut { .. } => Status::CannotCut,
             Self::Io { .. } => Status::Io,
             Self::OutOfMemory { .. } | Self::CheckpointTooLarge { .. } => Status::OutOfMemory,
             Self::Callback { .. } => Status::Callback,

@@ -210,6 +210,8 @@ fn number_in_c(status: Status) -> (&'static str, i32) {
         DriverTooOld = KVS_STATUS_DRIVER_TOO_OLD,
         Device = KVS_STATUS_DEVICE,
         StreamCapturing = KVS_STATUS_STREAM_CAPTURING,
+        PositionsMeet = KVS_STATUS_POSITIONS_MEET,
+        CannotCut = KVS_STATUS_CANNOT_CUT,
     )
 }
 
@@ -242,6 +244,8 @@ fn every_status_constant_of_the_header_is_the_number_of_a_status() {
         S::DriverTooOld,
         S::Device,
         S::StreamCapturing,
+        S::PositionsMeet,
+        S::CannotCut,
     ];
     let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
     let in_header: BTreeMap<&str, i32> = header

@@ -60,6 +60,10 @@ pub const KVS_STATUS_DRIVER_TOO_OLD: kvs_status = 22;
 pub const KVS_STATUS_DEVICE: kvs_status = 23;
 /// The caller's stream is being captured into a graph: nothing can be ordered behind it, and nothing was changed.
 pub const KVS_STATUS_STREAM_CAPTURING: kvs_status = 24;
+/// A state that is to be added to a sequence does not begin behind its end.
+pub const KVS_STATUS_POSITIONS_MEET: kvs_status = 25;
+/// A section cannot go on at the end of the range, or prefix, that is wanted.
+pub const KVS_STATUS_CANNOT_CUT: kvs_status = 26;
 
 struct LastError {
     status: kvs_status,

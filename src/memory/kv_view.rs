@@ -13,7 +13,7 @@ use crate::cells::{CellMeta, Cells, Placement};
 use crate::error::{Error, Result};
 use crate::state::{Input, Sink, Source};
 use crate::storage::{CellMap, Placed, Region, Scatter};
-use crate::types::{Pos, Seq, StateFlags};
+use crate::types::{Pos, PosRange, Seq, StateFlags};
 
 /// A used cell of the owner's.
 #[derive(Clone, Copy, Debug)]
@@ -164,7 +164,7 @@ impl KvView {
         if !self.writes(flags) {
             return Ok(());
         }
-        let params = WriteParams { scope, flags, max_masked_cells: None };
+        let params = WriteParams { scope, flags, max_masked_cells: None, range: PosRange::ALL };
         sink.write_u32(self.geometry.streams.n_stream)?;
         for stream in 0..self.geometry.streams.n_stream as usize {
             let cells = match scope {
@@ -237,7 +237,7 @@ impl KvView {
         scope: Scope,
         sinfos_in: Option<&SlotInfos>,
     ) -> Result<SlotInfos> {
-        let params = ReadParams { scope, legacy_rotation: None, flip_cell_ext: false };
+        let params = ReadParams::new(scope, None);
         let mut slots = self.no_slots();
         let Self { geometry, planes, cells, .. } = self;
         if scope == Scope::Whole {
@@ -295,7 +295,7 @@ impl KvView {
         legacy_partial: bool,
     ) -> Result<ViewPlan<'a>> {
         let scope = self.scope(seq_id)?;
-        let params = ReadParams { scope, legacy_rotation: self.legacy_rotation, flip_cell_ext: false };
+        let params = ReadParams::new(scope, self.legacy_rotation);
         let mut planned = ViewPlan {
             slots: self.no_slots(),
             geometry: self.geometry.clone(),
@@ -349,7 +349,7 @@ impl KvView {
             );
             return Err(Error::arg("view", reason));
         }
-        let Some(KvPlan { scope: Scope::Seq(dest), streams }) = &planned.plan else { return Ok(()) };
+        let Some(KvPlan { scope: Scope::Seq(dest), streams, .. }) = &planned.plan else { return Ok(()) };
         for stream in streams {
             let mut is_planned = vec![false; self.geometry.kv_size as usize];
             stream.cells.iter().for_each(|&cell| is_planned[cell as usize] = true);

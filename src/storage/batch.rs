@@ -12,6 +12,7 @@ use super::file::{read_error, read_exact_at};
 use super::host::How;
 use super::kernels::Kernels;
 use super::region::Rectangle;
+use super::wanted::{WantedBatch, WantedCells};
 use super::{CellMap, Plane, ProgressCallback, Region, TensorCopies, Threads, Transfer};
 use crate::error::{Error, Result};
 
@@ -37,6 +38,15 @@ pub enum TensorBytes<'a> {
         offset: u64,
         /// Number of bytes.
         len: u64,
+    },
+    /// Cells of a tensor in a file that begins at `offset`, one after another.
+    Cells {
+        /// The file.
+        file: &'a File,
+        /// Offset of the first byte of the tensor.
+        offset: u64,
+        /// Which cells.
+        cells: &'a WantedCells,
     },
     /// Among copies of tensors, not all of them in host memory.
     Copies {
@@ -187,7 +197,9 @@ pub struct Placed<'a> {
 }
 
 impl Scatter<'_> {
-    fn placed(&self) -> Placed<'_> {
+    /// It, planned.
+    #[must_use]
+    pub fn placed(&self) -> Placed<'_> {
         Placed { plane: self.plane, map: self.map, n_src: self.n_src, src: self.src }
     }
 }
@@ -213,10 +225,12 @@ impl Fetched {
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::Device`], [`Error::StreamCapturing`].
 pub fn reserve(batch: &[Placed<'_>], transfer: &Transfer) -> Result<()> {
-    let on_device: Vec<_> = batch.iter().filter(|part| part.plane.on_device().is_some()).collect();
+    let wanted = WantedBatch::new(batch.iter().copied())?;
+    let narrowed = wanted.narrow(batch.iter().copied()).filter(|part| part.map.n_cells() > 0);
+    let on_device: Vec<_> = narrowed.filter(|part| part.plane.on_device().is_some()).collect();
     for group in by_device(on_device, |part| part.plane.device()) {
         let (mut parts, mut staged) = (Vec::new(), Vec::new());
-        for &part in &group {
+        for part in &group {
             let Some(plane) = part.plane.on_device() else { continue };
             let block = Rectangle::new(part.plane.shape(), 0..part.n_src);
             parts.push(Part { plane, map: part.map, block });
@@ -270,14 +284,17 @@ impl Fetched {
         for part in &*batch {
             part.plane.check_write(part.map, part.n_src, part.src.len())?;
         }
-        let mut report = Report::new(progress, batch.iter().map(|part| part.src.len()).sum());
+        let wanted = WantedBatch::new(batch.iter().map(Scatter::placed))?;
+        let narrowed: Vec<_> = wanted.narrow(batch.iter().map(Scatter::placed)).collect();
+        let mut report = Report::new(progress, narrowed.iter().map(|part| part.src.len()).sum());
         // What lies on a device goes to a plane there by itself.
         let beside: Vec<_> = batch.iter().map(|part| part.src.beside(part.plane)).collect();
         let fetched = self.0;
-        let parts = batch.iter().zip(&fetched).zip(&beside).map(|((part, fetched), beside)| {
+        let parts = narrowed.iter().zip(&fetched).zip(&beside).map(|((part, fetched), beside)| {
             let src = fetched.as_deref().map_or(part.src, TensorBytes::Memory);
             Source { plane: part.plane, map: part.map, n_src: part.n_src, src, beside: beside.as_ref() }
         });
+        let parts = parts.filter(|part| part.map.n_cells() > 0);
         let (on_host, on_device): (Vec<_>, Vec<_>) = parts.partition(|part| part.plane.on_device().is_none());
         for group in by_device(on_device, |part| part.plane.device()) {
             let (mut parts, mut srcs, mut local, mut local_bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
@@ -459,6 +476,7 @@ impl<'a> TensorBytes<'a> {
         match self {
             Self::Memory(bytes) => bytes.len() as u64,
             Self::File { len, .. } | Self::Copies { len, .. } => *len,
+            Self::Cells { cells, .. } => cells.len(),
         }
     }
 
@@ -476,7 +494,7 @@ impl<'a> TensorBytes<'a> {
         match *self {
             Self::Memory(bytes) => Ok(&bytes[index(start)..][..index(len)]),
             Self::Copies { .. } => Err(Error::Internal(format!("{self:?} was not brought to the host"))),
-            Self::File { .. } => {
+            Self::File { .. } | Self::Cells { .. } => {
                 buffer
                     .try_reserve(index(len).saturating_sub(buffer.len()))
                     .map_err(|_| Error::OutOfMemory { what: "the file buffer", bytes: len })?;
@@ -494,7 +512,7 @@ impl<'a> TensorBytes<'a> {
     fn beside(&self, plane: &Plane) -> Option<DevicePlane> {
         match *self {
             Self::Copies { copies, offset, len } => copies.on_device(plane.device()?, offset, len),
-            Self::Memory(_) | Self::File { .. } => None,
+            Self::Memory(_) | Self::File { .. } | Self::Cells { .. } => None,
         }
     }
 
@@ -502,6 +520,7 @@ impl<'a> TensorBytes<'a> {
     pub(super) fn read(&self, start: u64, out: &mut [u8]) -> Result<()> {
         match *self {
             Self::File { file, offset, .. } => read_exact_at(file, out, offset + start).map_err(read_error),
+            Self::Cells { file, offset, cells } => cells.read(file, offset, start, out),
             _ => self.piece(start, out.len() as u64, &mut Vec::new()).map(|bytes| out.copy_from_slice(bytes)),
         }
     }

@@ -22,6 +22,7 @@ mod plane;
 mod region;
 mod shift;
 mod transfer;
+mod wanted;
 
 use std::fmt;
 use std::ops::Range;
@@ -42,6 +43,7 @@ pub use plane::{Plane, TensorAccess};
 pub use region::Region;
 pub(crate) use shift::{PlaneShift, Rotation, RotationTable, ShiftFailure, ShiftedCell, shift};
 pub use transfer::{Progress, ProgressCallback, Threads, Transfer};
+pub use wanted::{WantedCells, file_ranges};
 
 use crate::error::Result;
 use crate::types::Run;

@@ -9,9 +9,9 @@ use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, DraftState, FileKind, Identity, Integrity, read_seq_blob_header};
 use crate::memory::MemoryPlan;
-use crate::session::StateFile;
+use crate::session::{StateFile, failed_restore};
 use crate::state::Input;
-use crate::types::{Seq, SeqId};
+use crate::types::{PosRange, Seq, SeqId};
 
 const NOTHING_COMPARED: &str = "the file has no identity and no checksums: nothing was compared";
 
@@ -19,13 +19,8 @@ const NOTHING_COMPARED: &str = "the file has no identity and no checksums: nothi
 struct Expected<'a> {
     identity: &'a Identity,
     verify: Verify,
-}
-
-/// A restore that can be done.
-struct Restore<'a> {
-    plan: MemoryPlan<'a>,
-    /// Cells that hold something are overwritten.
-    overwrites: bool,
+    /// The positions that are wanted.
+    range: PosRange,
 }
 
 impl Context {
@@ -42,35 +37,36 @@ impl Context {
         dest: SeqId,
         params: SlotLoadParams<'_>,
     ) -> Result<LoadedSlot> {
-        let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify } = params;
+        let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify, p1 } = params;
+        let range = PosRange { p0: 0, p1: p1.map_or(i64::MAX, i64::from) };
         let seq = self.seq(dest)?;
         let mut draft = draft.map(|(context, seq_id)| Ok((context.seq(seq_id)?, context))).transpose()?;
         let file = StateFile::open(path, FileKind::Sequence, n_token_capacity)?;
-        let expected = Expected { identity: &identity, verify };
-        let failed = |error| Error::Restore {
-            kind: FileKind::Sequence.restored(),
-            source: Box::new(file.failed(error)),
-        };
+        let expected = Expected { identity: &identity, verify, range };
+        let failed = |error| failed_restore(&file, FileKind::Sequence, error);
 
         let mut notes = Vec::new();
-        let (restore, appendices) = self.read_slot(&file, seq, &expected, &mut notes).map_err(failed)?;
-        let state_end = restore.plan.end.offset();
+        let (plan, mut appendices) = self.read_slot(&file, seq, &expected, &mut notes).map_err(failed)?;
+        let (state_end, kept) = (plan.end.offset(), plan.kept());
         let n_checkpoints_in_file = appendices.checkpoints.len();
+        leave_out_behind(range, &mut appendices.checkpoints, &mut notes);
         let checkpoints = read_checkpoints(&file, &appendices.checkpoints, n_ctx_checkpoints, &mut notes);
-        let driver = read_driver(&file, appendices.draft.as_ref(), &mut notes);
+        let mut driver = read_driver(&file, appendices.draft.as_ref(), &mut notes);
+        if kept.n_cut > 0 && driver.take().is_some() {
+            notes.push(
+                "the state of the speculative driver is of the end that was cut off: left out".to_owned(),
+            );
+        }
         let blob = appendices.draft.map(|state| state.draft).filter(|blob| !blob.is_empty());
         let draft_restore =
-            plan_draft(&file, blob.clone(), draft.as_ref().map(|(seq, context)| (*seq, &**context)));
+            plan_draft(&file, blob.clone(), range, draft.as_ref().map(|(seq, context)| (*seq, &**context)));
 
-        if restore.overwrites {
-            file.warm(file.state_start()..state_end, self.progress.as_mut()).map_err(failed)?;
-        }
-        self.commit_file_state(&restore.plan, !restore.overwrites).map_err(failed)?;
+        self.commit_file(&file, &plan).map_err(failed)?;
 
         let outcome = match (draft_restore, &mut draft) {
-            (Ok(Some(restore)), Some((_, context))) => {
+            (Ok(Some(plan)), Some((_, context))) => {
                 let bytes = blob.map_or(0, |blob| blob.end - blob.start);
-                match context.commit_file_state(&restore.plan, !restore.overwrites) {
+                match context.commit_file(&file, &plan) {
                     Ok(()) => DraftOutcome::Restored(bytes),
                     Err(error) => DraftOutcome::Dropped(file.failed(error).to_string()),
                 }
@@ -92,9 +88,10 @@ impl Context {
             Some(Integrity { identity, .. }) => (verify, identity),
             None => (Verify::None, Identity::default()),
         };
-        drop(restore);
+        drop(plan);
         Ok(LoadedSlot {
             tokens: file.into_tokens(),
+            kept,
             target_bytes,
             checkpoints,
             n_checkpoints_in_file,
@@ -113,7 +110,7 @@ impl Context {
         seq: Seq,
         expected: &Expected<'_>,
         notes: &mut Vec<String>,
-    ) -> Result<(Restore<'f>, Appendices)> {
+    ) -> Result<(MemoryPlan<'f>, Appendices)> {
         let check = |integrity: &Integrity, notes: &mut Vec<String>| {
             identity::check(integrity, expected.identity, self, notes)?;
             verify_state(file, integrity, expected.verify)
@@ -122,7 +119,7 @@ impl Context {
         if let Some(integrity) = &integrity {
             check(integrity, notes)?;
         }
-        let plan = self.plan_file_state(file.source(), Some(seq))?;
+        let plan = self.plan_file_range(file.source(), seq, expected.range, false)?;
         let state_end = plan.end.offset();
         let mut appendices = Appendices::default();
         if integrity.is_none() {
@@ -137,8 +134,7 @@ impl Context {
         if let Some(integrity) = integrity {
             appendices = Appendices::listed(file, state_end, integrity, expected.verify, notes)?;
         }
-        let overwrites = self.memory.state_overwrites(&plan);
-        Ok((Restore { plan, overwrites }, appendices))
+        Ok((plan, appendices))
     }
 }
 
@@ -149,24 +145,34 @@ impl Context {
 fn plan_draft<'f>(
     file: &'f StateFile,
     blob: Option<Range<u64>>,
+    range: PosRange,
     draft: Option<(Seq, &Context)>,
-) -> Result<Option<Restore<'f>>> {
+) -> Result<Option<MemoryPlan<'f>>> {
     let Some(blob) = blob else { return Ok(None) };
     let Some((seq, context)) = draft else {
         return Err(Error::arg("draft", "no context is named for the draft state of the file"));
     };
-    let mut source = file.part(blob.clone());
+    let mut source = file.part(blob);
     read_seq_blob_header(&mut source)?;
-    let plan = context.plan_file_state(source, Some(seq))?;
+    let plan = context.plan_file_range(source, seq, range, false)?;
     let left = plan.end.left();
     if left > 0 {
         return Err(Error::corrupt("bytes behind the draft state", left, "none"));
     }
-    let overwrites = context.memory.state_overwrites(&plan);
-    if overwrites {
-        file.warm(blob, None)?;
+    Ok(Some(plan))
+}
+
+/// Checkpoints that have seen positions that were cut off.
+fn leave_out_behind(range: PosRange, checkpoints: &mut Vec<Checkpoint<Range<u64>>>, notes: &mut Vec<String>) {
+    let n = checkpoints.len();
+    checkpoints.retain(|checkpoint| i64::from(checkpoint.span.pos_max()) < range.p1);
+    if checkpoints.len() < n {
+        let n_behind = n - checkpoints.len();
+        notes.push(format!(
+            "{n_behind} of {n} checkpoints are left out: they reach position {} or further",
+            range.p1
+        ));
     }
-    Ok(Some(Restore { plan, overwrites }))
 }
 
 fn read_blob(file: &StateFile, range: &Range<u64>) -> Result<Vec<u8>> {
