@@ -788,8 +788,14 @@ typedef struct kvs_slot_load_params {
     struct kvs_context *draft;
     // Its sequence. It is replaced, or empty after the call if there is nothing to restore.
     kvs_seq_id draft_seq_id;
-    // KVS_VERIFY_NONE by default.
+    // KVS_VERIFY_NONE by default. KVS_VERIFY_FULL reads all of the file, whatever is wanted of it.
     kvs_verify verify;
+    // Only positions below this one are restored, of the target and of the draft, and nothing else of their tensors is read: a
+    // prompt without its reply. Below 0 (by default): all. Checkpoints that have seen others are left out, and so is the
+    // driver's state, if anything is. Refused as in kvs_state_seq_load_file_range.
+    kvs_pos p1;
+    // 0.
+    uint32_t reserved;
     // Whose state it has to be. A file that says nothing of it is loaded, and noted.
     struct kvs_slot_identity identity;
 } kvs_slot_load_params;
@@ -806,7 +812,13 @@ typedef struct kvs_slot_result {
     const kvs_token *tokens;
     // Number of tokens.
     size_t n_tokens;
-    // Bytes of the target's memory state, which is restored.
+    // So many of them, from the first on, belong to what was restored, if the list has one for each cell.
+    size_t n_token_kept;
+    // Positions that were restored of the target; -1: none.
+    kvs_pos pos_min;
+    // The largest.
+    kvs_pos pos_max;
+    // Bytes of the target's memory state in the file.
     uint64_t target_size;
     // The checkpoints that were kept, oldest first.
     const struct kvs_slot_checkpoint *checkpoints;
@@ -1056,6 +1068,11 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 
 // The files of a slot would take more bytes than those of the folder may.
 #define KVS_STATUS_OVER_BUDGET 26
+// A state that is to be added to a sequence does not begin behind its end.
+#define KVS_STATUS_POSITIONS_MEET 25
+
+// A section cannot go on at the end of the range, or prefix, that is wanted.
+#define KVS_STATUS_CANNOT_CUT 26
 
 // The whole state of the sequence.
 #define KVS_STATE_SEQ_FLAGS_NONE 0
@@ -1070,6 +1087,10 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // The tensors stay in memory of the context, the blob holds metadata only. A sequence has one such state: a
 // new one replaces it. The state survives kvs_memory_clear.
 #define KVS_STATE_SEQ_FLAGS_ON_DEVICE 2
+
+// In restores of a sequence: the state's positions, which have to be behind those of the sequence, are added to it instead of
+// replacing it. Not with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY.
+#define KVS_STATE_SEQ_FLAGS_APPEND (1 << 16)
 
 // In the memory that the cache is in, a device's or the host's.
 #define KVS_CHECKPOINT_MEMORY_CACHE 0
@@ -1433,7 +1454,8 @@ size_t kvs_state_seq_get_data_ext(struct kvs_context *ctx,
 
 // Replaces sequence dest_seq_id by the state in src, in every section that the state holds; returns the bytes
 // consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
-// kvs_state_seq_get_data_ext.
+// kvs_state_seq_get_data_ext, and KVS_STATE_SEQ_FLAGS_APPEND to add the state to the sequence: refused with
+// KVS_STATUS_POSITIONS_MEET unless all of its positions are behind those of the sequence.
 //
 // One exception, for every call that restores: if the driver of a device fails while cells that are in use are written over,
 // dest_seq_id (or, of a whole context, every sequence) is empty afterwards. All that can be known before is refused before.
@@ -1449,6 +1471,59 @@ size_t kvs_state_seq_set_data_ext(struct kvs_context *ctx,
                                   size_t size,
                                   kvs_seq_id dest_seq_id,
                                   kvs_state_seq_flags flags);
+
+// Bytes of the state of the positions p0 <= pos < p1 of a sequence: exactly what kvs_state_seq_get_data_range writes. p0 < 0:
+// from 0; p1 < 0: to the end. 0: failed. Const.
+size_t kvs_state_seq_get_size_range(struct kvs_context *ctx,
+                                    kvs_seq_id seq_id,
+                                    kvs_pos p0,
+                                    kvs_pos p1,
+                                    kvs_state_seq_flags flags);
+
+// Writes the state of the positions p0 <= pos < p1 of a sequence, in every section, to dst, which has size bytes; returns the
+// bytes written. 0: failed; dst is untouched if it is too small.
+//
+// It is a state like any other, of a sequence that has these positions and no others: every reader of states reads it, and
+// KVS_STATE_SEQ_FLAGS_APPEND adds it to the pieces before. A recurrent section, or the compressed half of a DSV4 memory, has one
+// state: that of the end of the range, which has to be there, as for kvs_memory_can_rewind; KVS_STATUS_CANNOT_CUT otherwise. So
+// the pieces of a hybrid are saved while each of them is the end. A section with a window has what the window has not lost.
+size_t kvs_state_seq_get_data_range(struct kvs_context *ctx,
+                                    uint8_t *dst,
+                                    size_t size,
+                                    kvs_seq_id seq_id,
+                                    kvs_pos p0,
+                                    kvs_pos p1,
+                                    kvs_state_seq_flags flags);
+
+// kvs_state_seq_save_file, of the positions p0 <= pos < p1: see kvs_state_seq_get_data_range. The tokens are stored as they are.
+size_t kvs_state_seq_save_file_range(struct kvs_context *ctx,
+                                     const char *filepath,
+                                     kvs_seq_id seq_id,
+                                     kvs_pos p0,
+                                     kvs_pos p1,
+                                     const kvs_token *tokens,
+                                     size_t n_token_count);
+
+// kvs_state_seq_load_file, of the positions p0 <= pos < p1 of the file alone: p1 is where a prompt ends and its reply begins. flags
+// are KVS_STATE_SEQ_FLAGS_NONE, which replaces dest_seq_id, or KVS_STATE_SEQ_FLAGS_APPEND, which adds to it. Of the tensors nothing
+// else is read. 0: failed, nothing has changed and nothing was written.
+//
+// All tokens of the file are given, at most n_token_capacity; *n_token_kept_out of them, from the first on, belong to positions
+// before p1, if the list has one for each cell. Both counts may be NULL; tokens_out may not.
+//
+// If p1 cuts the state, the sequence can go on at p1, as kvs_memory_can_rewind says it; otherwise the call is refused with
+// KVS_STATUS_CANNOT_CUT: a recurrent state knows its end alone, and a window may have lost what a token at p1 sees. A
+// checkpoint is the way back there.
+size_t kvs_state_seq_load_file_range(struct kvs_context *ctx,
+                                     const char *filepath,
+                                     kvs_seq_id dest_seq_id,
+                                     kvs_pos p0,
+                                     kvs_pos p1,
+                                     kvs_state_seq_flags flags,
+                                     kvs_token *tokens_out,
+                                     size_t n_token_capacity,
+                                     size_t *n_token_count_out,
+                                     size_t *n_token_kept_out);
 
 // Fills the struct of struct_size bytes at ubatch with defaults.
 kvs_status kvs_ubatch_init(struct kvs_ubatch *ubatch, size_t struct_size);

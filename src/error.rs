@@ -65,6 +65,10 @@ pub enum Status {
     Locked = 25,
     /// The files would take more bytes than they may.
     OverBudget = 26,
+    /// A state that is to be added to a sequence does not begin behind its end.
+    PositionsMeet = 27,
+    /// A section cannot go on at the end of the range, or prefix, that is wanted.
+    CannotCut = 28,
 }
 
 /// Everything that can go wrong. Each message names the field and both values.
@@ -259,6 +263,24 @@ pub enum Error {
         /// Section and stream.
         place: String,
     },
+    /// A state that is to be added to a sequence, and does not begin behind its end.
+    #[error("position {pos} of the state is not behind {pos_max}, the last one of the sequence ({place})")]
+    PositionsMeet {
+        /// First position of the state.
+        pos: Pos,
+        /// Last position of the sequence.
+        pos_max: Pos,
+        /// Section.
+        place: String,
+    },
+    /// A range, or a prefix, at whose end a section cannot go on.
+    #[error("cannot cut at position {p1}: {reason}")]
+    CannotCut {
+        /// The end of the range.
+        p1: i64,
+        /// What is missing, and where.
+        reason: String,
+    },
     /// A failed file operation.
     #[error("{op} {path}: {source}")]
     Io {
@@ -409,6 +431,8 @@ impl Error {
             Self::CannotShift { .. } => Status::CannotShift,
             Self::ShiftFailed { .. } => Status::ShiftFailed,
             Self::Stale { .. } | Self::StalePlan { .. } => Status::Stale,
+            Self::PositionsMeet { .. } => Status::PositionsMeet,
+            Self::CannotCut { .. } => Status::CannotCut,
             Self::Io { .. } => Status::Io,
             Self::OutOfMemory { .. } | Self::CheckpointTooLarge { .. } => Status::OutOfMemory,
             Self::Callback { .. } => Status::Callback,

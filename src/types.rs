@@ -221,6 +221,13 @@ impl PosRange {
         self.p0 == 0 && self.p1 >= i64::from(Pos::MAX)
     }
 
+    /// The largest of its positions that is at most `pos`, which is at least 0.
+    #[must_use]
+    pub fn last_up_to(self, pos: Pos) -> Option<Pos> {
+        let last = Pos::try_from(self.p1 - 1).unwrap_or(Pos::MAX).min(pos);
+        self.contains(last).then_some(last)
+    }
+
     /// Whether no position lies in the range.
     #[must_use]
     pub fn is_empty(self) -> bool {

@@ -212,6 +212,8 @@ fn number_in_c(status: Status) -> (&'static str, i32) {
         StreamCapturing = KVS_STATUS_STREAM_CAPTURING,
         Locked = KVS_STATUS_LOCKED,
         OverBudget = KVS_STATUS_OVER_BUDGET,
+        PositionsMeet = KVS_STATUS_POSITIONS_MEET,
+        CannotCut = KVS_STATUS_CANNOT_CUT,
     )
 }
 
@@ -246,6 +248,8 @@ fn every_status_constant_of_the_header_is_the_number_of_a_status() {
         S::StreamCapturing,
         S::Locked,
         S::OverBudget,
+        S::PositionsMeet,
+        S::CannotCut,
     ];
     let header = fs::read_to_string(repo("include/kvstate.h")).expect("kvstate.h");
     let in_header: BTreeMap<&str, i32> = header

@@ -18,6 +18,7 @@ fn the_header_checked_in_is_the_one_that_the_sources_give() {
         "context",
         "memory",
         "state",
+        "range",
         "engine",
         "transfer_params",
         "device",

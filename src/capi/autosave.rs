@@ -12,7 +12,7 @@ use super::slot_file::{
 use super::state::size_of_state;
 use super::status::{kvs_status, status_of, value_or};
 use crate::error::{Error, Result};
-use crate::session::{Autosave, AutosaveParams, DraftOutcome, LoadedSlot, Restored, Verify};
+use crate::session::{Autosave, AutosaveParams, DraftOutcome, Kept, LoadedSlot, Restored, Verify};
 
 /// Which folder keeps the slots, and how much of them. Fill with kvs_autosave_params_init first.
 #[repr(C)]
@@ -382,6 +382,7 @@ fn no_directory(directory: *const c_char) -> Result<()> {
 fn cold(notes: Vec<String>) -> LoadedSlot {
     LoadedSlot {
         tokens: Vec::new(),
+        kept: Kept::NOTHING,
         target_bytes: 0,
         checkpoints: Vec::new(),
         n_checkpoints_in_file: 0,

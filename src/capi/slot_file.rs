@@ -182,8 +182,14 @@ pub struct kvs_slot_load_params {
     pub draft: *mut kvs_context,
     /// Its sequence. It is replaced, or empty after the call if there is nothing to restore.
     pub draft_seq_id: kvs_seq_id,
-    /// KVS_VERIFY_NONE by default.
+    /// KVS_VERIFY_NONE by default. KVS_VERIFY_FULL reads all of the file, whatever is wanted of it.
     pub verify: kvs_verify,
+    /// Only positions below this one are restored, of the target and of the draft, and nothing else of their tensors is read: a
+    /// prompt without its reply. Below 0 (by default): all. Checkpoints that have seen others are left out, and so is the
+    /// driver's state, if anything is. Refused as in kvs_state_seq_load_file_range.
+    pub p1: kvs_pos,
+    /// 0.
+    pub reserved: u32,
     /// Whose state it has to be. A file that says nothing of it is loaded, and noted.
     pub identity: kvs_slot_identity,
 }
@@ -203,6 +209,8 @@ unsafe impl Params for kvs_slot_load_params {
             draft: ptr::null_mut(),
             draft_seq_id: 0,
             verify: KVS_VERIFY_NONE,
+            p1: -1,
+            reserved: 0,
             identity: NOBODY,
         }
     }
@@ -234,7 +242,13 @@ pub struct kvs_slot_result {
     pub tokens: *const kvs_token,
     /// Number of tokens.
     pub n_tokens: usize,
-    /// Bytes of the target's memory state, which is restored.
+    /// So many of them, from the first on, belong to what was restored, if the list has one for each cell.
+    pub n_token_kept: usize,
+    /// Positions that were restored of the target; -1: none.
+    pub pos_min: kvs_pos,
+    /// The largest.
+    pub pos_max: kvs_pos,
+    /// Bytes of the target's memory state in the file.
     pub target_size: u64,
     /// The checkpoints that were kept, oldest first.
     pub checkpoints: *const kvs_slot_checkpoint,
@@ -274,6 +288,9 @@ unsafe impl Params for kvs_slot_result {
             struct_size: 0,
             tokens: ptr::null(),
             n_tokens: 0,
+            n_token_kept: 0,
+            pos_min: 0,
+            pos_max: 0,
             target_size: 0,
             checkpoints: ptr::null(),
             n_checkpoint: 0,
@@ -441,12 +458,16 @@ pub(super) unsafe fn with_load_params<T>(
             return Err(Error::arg("verify", format!("{other} is out of range [0, {KVS_VERIFY_FULL}]")));
         }
     };
-    let kvs_slot_load_params { n_token_capacity, n_ctx_checkpoints, .. } = *params;
+    if params.reserved != 0 {
+        return Err(Error::arg("reserved", format!("{}, it is 0", params.reserved)));
+    }
+    let kvs_slot_load_params { n_token_capacity, n_ctx_checkpoints, p1, .. } = *params;
+    let p1 = (p1 >= 0).then_some(p1);
     // SAFETY: passed on.
     unsafe {
         let identity = identity(&params.identity)?;
         with_target_and_draft(ctx, (params.draft, params.draft_seq_id), |context, draft| {
-            load(context, SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify })
+            load(context, SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify, p1 })
         })
     }
 }
@@ -547,6 +568,9 @@ pub(super) fn result_of(loaded: LoadedSlot) -> kvs_slot_result {
         struct_size: 0,
         tokens: loaded.tokens.as_ptr(),
         n_tokens: loaded.tokens.len(),
+        n_token_kept: loaded.kept.n_tokens(loaded.tokens.len()),
+        pos_min: loaded.kept.pos_min,
+        pos_max: loaded.kept.pos_max,
         target_size: loaded.target_bytes,
         checkpoints: checkpoints.as_ptr(),
         n_checkpoint: checkpoints.len(),

@@ -25,8 +25,24 @@ pub const KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY: kvs_state_seq_flags = 1;
 /// new one replaces it. The state survives kvs_memory_clear.
 pub const KVS_STATE_SEQ_FLAGS_ON_DEVICE: kvs_state_seq_flags = 2;
 
+/// In restores of a sequence: the state's positions, which have to be behind those of the sequence, are added to it instead of
+/// replacing it. Not with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY.
+pub const KVS_STATE_SEQ_FLAGS_APPEND: kvs_state_seq_flags = 1 << 16;
+
+/// The flags of every call that restores no sequence of a context.
 pub(super) fn flags_of(flags: kvs_state_seq_flags) -> Result<StateFlags> {
-    StateFlags::from_bits(flags).ok_or(Error::UnknownFlags { flags, known: StateFlags::all().bits() })
+    match restore_flags_of(flags)? {
+        (flags, false) => Ok(flags),
+        (_, true) => Err(Error::arg("flags", "APPEND is for calls that restore a sequence of a context")),
+    }
+}
+
+/// Flags, and whether the state is added to the sequence.
+pub(super) fn restore_flags_of(flags: kvs_state_seq_flags) -> Result<(StateFlags, bool)> {
+    let known = StateFlags::all().bits() | KVS_STATE_SEQ_FLAGS_APPEND;
+    let of_state = StateFlags::from_bits(flags & !KVS_STATE_SEQ_FLAGS_APPEND);
+    let of_state = of_state.ok_or(Error::UnknownFlags { flags, known })?;
+    Ok((of_state, flags & KVS_STATE_SEQ_FLAGS_APPEND != 0))
 }
 
 pub(super) fn size_of_state(size: u64) -> Result<usize> {
@@ -236,7 +252,8 @@ pub unsafe extern "C" fn kvs_state_seq_get_data_ext(
 
 /// Replaces sequence dest_seq_id by the state in src, in every section that the state holds; returns the bytes
 /// consumed (bytes behind the state are ignored). 0: failed, nothing has changed. flags as they were for
-/// kvs_state_seq_get_data_ext.
+/// kvs_state_seq_get_data_ext, and KVS_STATE_SEQ_FLAGS_APPEND to add the state to the sequence: refused with
+/// KVS_STATUS_POSITIONS_MEET unless all of its positions are behind those of the sequence.
 ///
 /// One exception, for every call that restores: if the driver of a device fails while cells that are in use are written over,
 /// dest_seq_id (or, of a whole context, every sequence) is empty afterwards. All that can be known before is refused before.
@@ -257,9 +274,12 @@ pub unsafe extern "C" fn kvs_state_seq_set_data_ext(
 ) -> usize {
     // SAFETY: the contract of all calls.
     value_or(0, || unsafe {
-        let flags = flags_of(flags)?;
+        let (flags, append) = restore_flags_of(flags)?;
         let src = host_bytes("src", src, size)?;
-        with_context_mut(ctx, |context| context.state_seq_set_data(src, dest_seq_id, flags))
+        with_context_mut(ctx, |context| match append {
+            true => context.state_seq_append_data(src, dest_seq_id, flags),
+            false => context.state_seq_set_data(src, dest_seq_id, flags),
+        })
     })
 }
 

@@ -64,6 +64,10 @@ pub const KVS_STATUS_STREAM_CAPTURING: kvs_status = 24;
 pub const KVS_STATUS_LOCKED: kvs_status = 25;
 /// The files of a slot would take more bytes than those of the folder may.
 pub const KVS_STATUS_OVER_BUDGET: kvs_status = 26;
+/// A state that is to be added to a sequence does not begin behind its end.
+pub const KVS_STATUS_POSITIONS_MEET: kvs_status = 27;
+/// A section cannot go on at the end of the range, or prefix, that is wanted.
+pub const KVS_STATUS_CANNOT_CUT: kvs_status = 28;
 
 struct LastError {
     status: kvs_status,

@@ -26,20 +26,20 @@ pub struct Shortage {
     pub free: u64,
 }
 
-/// A search for free cells, possibly as if one sequence were removed already.
+/// A search for free cells, possibly as if positions of one sequence were removed already.
 struct Search<'a> {
     cells: &'a Cells,
-    without: Option<Seq>,
-    /// The cells that are empty without that sequence, ascending.
+    without: Option<(Seq, PosRange)>,
+    /// The cells that are empty without these, ascending.
     freed: Vec<u32>,
     head: u32,
 }
 
 impl<'a> Search<'a> {
-    fn new(cells: &'a Cells, without: Option<Seq>) -> Self {
+    fn new(cells: &'a Cells, without: Option<(Seq, PosRange)>) -> Self {
         let mut freed = Vec::new();
-        if let Some(seq) = without {
-            let own = cells.seq_cells(seq, PosRange::ALL).iter().map(|&(_, cell)| cell);
+        if let Some((seq, range)) = without {
+            let own = cells.seq_cells(seq, range).iter().map(|&(_, cell)| cell);
             freed.extend(own.filter(|&cell| cells.seqs[cell as usize] == SetId::of(seq)));
             freed.sort_unstable();
         }
@@ -84,8 +84,7 @@ impl<'a> Search<'a> {
     }
 
     fn is_empty(&self, cell: u32) -> bool {
-        let seqs = self.cells.seqs[cell as usize];
-        seqs == SetId::EMPTY || seqs.single().is_some_and(|seq| self.without == Some(seq))
+        self.cells.seqs[cell as usize] == SetId::EMPTY || self.freed.binary_search(&cell).is_ok()
     }
 
     /// The `n` used cells of the smallest positions that `swa` masks; fewer if there are not as many. Their
@@ -107,7 +106,8 @@ impl<'a> Search<'a> {
         let seqs = self.cells.seqs[cell as usize];
         let single = match self.without {
             None => seqs.single(),
-            Some(seq) => {
+            Some((_, range)) if !range.contains(self.cells.pos[cell as usize]) => seqs.single(),
+            Some((seq, _)) => {
                 let mut seqs = self.cells.sets.get(seqs);
                 seqs.remove(seq);
                 seqs.single()
@@ -188,7 +188,49 @@ impl Cells {
         swa: Swa,
         may_drop_masked: bool,
     ) -> Result<Placement, Shortage> {
-        let search = Search::new(self, dest);
+        self.place_without(dest.map(|dest| (dest, PosRange::ALL)), metas, swa, may_drop_masked)
+    }
+
+    /// Finds cells for `metas`, which are behind those of sequence `dest` and will be added to them, as if `dest` had lost its
+    /// positions below `from`. Changes nothing.
+    ///
+    /// If the empty cells do not suffice, cells of `dest` that its new end masks are given up, oldest first and never a part of one
+    /// position; then as in [`Cells::place`]. The caller removes the positions that are returned from `dest`, and then applies
+    /// the kept metas.
+    ///
+    /// # Errors
+    /// [`Shortage`] if that does not suffice either.
+    pub fn place_behind(
+        &self,
+        dest: Seq,
+        metas: &[CellMeta],
+        swa: Swa,
+        from: Pos,
+    ) -> Result<(PosRange, Placement), Shortage> {
+        let mut removed = PosRange { p0: 0, p1: from.into() };
+        let n_free = Search::new(self, Some((dest, removed))).n_free();
+        let mut n_excess = metas.len().saturating_sub(n_free);
+        let first_unmasked = metas.iter().map(|meta| swa.first_unmasked(meta.pos)).max().unwrap_or(i64::MIN);
+        let masked = self.seq_cells(dest, PosRange { p0: from, p1: first_unmasked });
+        for position in masked.chunk_by(|a, b| a.0 == b.0) {
+            if n_excess == 0 {
+                break;
+            }
+            removed.p1 = i64::from(position[0].0) + 1;
+            let is_freed = |&&(_, cell): &&(Pos, u32)| self.seqs[cell as usize] == SetId::of(dest);
+            n_excess = n_excess.saturating_sub(position.iter().filter(is_freed).count());
+        }
+        Ok((removed, self.place_without(Some((dest, removed)), metas, swa, true)?))
+    }
+
+    fn place_without(
+        &self,
+        without: Option<(Seq, PosRange)>,
+        metas: &[CellMeta],
+        swa: Swa,
+        may_drop_masked: bool,
+    ) -> Result<Placement, Shortage> {
+        let search = Search::new(self, without);
         let n_excess = metas.len().saturating_sub(search.n_free());
         let dropped_to = if may_drop_masked { last_dropped(metas, swa, n_excess) } else { None };
 

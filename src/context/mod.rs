@@ -2,6 +2,7 @@
 
 mod checkpoints;
 mod engine;
+mod range;
 mod rewind;
 mod shift;
 mod slot;
@@ -16,12 +17,12 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::error::{Error, Result};
-use crate::format::{self, Cursor, SEQ_BLOB_HEADER_LEN};
+use crate::format::Cursor;
 use crate::memory::{
     Convert, KvCache, LegacyRotation, Memory, MemoryPlan, ReadParams, Scope, SectionKind, SectionParams,
     Streams, WriteParams,
 };
-use crate::state::{CountSink, DeviceSink, DeviceState, Input, OnDevices, Sink, SliceSink, Source};
+use crate::state::{CountSink, DeviceState, Input, OnDevices, Sink, SliceSink, Source};
 use crate::storage::{
     CallerStream, ProgressCallback, Staging, StagingParams, StagingReport, TensorCopies, Threads, Transfer,
 };
@@ -378,82 +379,14 @@ impl Context {
         Ok(self.memory.seq_pos_max(self.seq(seq_id)?).unwrap_or(-1))
     }
 
-    // The state of a sequence
-
     fn write_params(&self, scope: Scope, flags: StateFlags) -> WriteParams {
-        WriteParams { scope, flags, max_masked_cells: self.max_masked_cells }
+        let range = PosRange::ALL;
+        WriteParams { scope, flags, max_masked_cells: self.max_masked_cells, range }
     }
 
     fn read_params(&self, scope: Scope) -> ReadParams {
         let Self { legacy_rotation, convert, .. } = *self;
-        ReadParams { scope, legacy_rotation, convert, flip_cell_ext: false }
-    }
-
-    /// Bytes that [`Context::state_seq_get_data`] will write.
-    ///
-    /// # Errors
-    /// [`Error::SeqId`].
-    pub fn state_seq_get_size(&self, seq_id: SeqId, flags: StateFlags) -> Result<u64> {
-        let mut sink = CountSink::default();
-        self.memory.state_write(&mut sink, self.write_params(Scope::Seq(self.seq(seq_id)?), flags))?;
-        let tensors = if flags.contains(StateFlags::ON_DEVICE) { 0 } else { sink.tensors };
-        Ok(SEQ_BLOB_HEADER_LEN + sink.metadata + tensors)
-    }
-
-    /// Writes the state of a sequence to the start of `dst`; returns its size. With
-    /// [`StateFlags::ON_DEVICE`] the tensors stay in the context and replace the sequence's earlier ones.
-    ///
-    /// # Errors
-    /// [`Error::SeqId`], [`Error::BufferTooSmall`] (`dst` is untouched then), [`Error::ShiftFailed`],
-    /// [`Error::OutOfMemory`].
-    pub fn state_seq_get_data(&mut self, dst: &mut [u8], seq_id: SeqId, flags: StateFlags) -> Result<usize> {
-        let params = self.write_params(Scope::Seq(self.seq(seq_id)?), flags);
-        let need = self.state_seq_get_size(seq_id, flags)?;
-        let dst = fitting(dst, need)?;
-        self.check_streams_of(params)?;
-        self.apply_shifts_before(params)?;
-        if flags.contains(StateFlags::ON_DEVICE) {
-            let mut sink = DeviceSink::new(dst);
-            sink.write(&DeviceState::header(seq_id))?;
-            self.memory.state_write(&mut sink, params)?;
-            let (len, tensors) = sink.finish(&self.transfer)?;
-            self.device_states.insert(seq_id, DeviceState::new(dst.to_vec(), tensors, flags));
-            Ok(len)
-        } else {
-            let mut sink = SliceSink::new(dst);
-            sink.write(&format::seq_blob_header(seq_id))?;
-            self.memory.state_write(&mut sink, params)?;
-            sink.finish(&self.transfer)
-        }
-    }
-
-    /// Replaces sequence `dest` by the state in `src`, in every section that the state holds; returns the
-    /// bytes consumed. Bytes behind the state are ignored.
-    ///
-    /// # Errors
-    /// Every way in which the bytes may not be a state of this cache, [`Error::NoSpace`], and
-    /// [`Error::NoDeviceState`]; the context is unchanged then, byte for byte.
-    pub fn state_seq_set_data(&mut self, src: &[u8], dest: SeqId, flags: StateFlags) -> Result<usize> {
-        let scope = Scope::Seq(self.seq(dest)?);
-        let source = if flags.contains(StateFlags::ON_DEVICE) {
-            let seq_id = DeviceState::seq_id_of(src)?;
-            let none = Error::NoDeviceState { seq_id, reason: "none was taken" };
-            self.device_states.get(&seq_id).ok_or(none)?.source(src, flags)?
-        } else {
-            let mut metadata = Cursor::new(src);
-            format::read_seq_blob_header(&mut metadata)?;
-            Source::blob(metadata)
-        };
-        let plan = self.memory.state_plan(&source, flags, self.read_params(scope))?;
-        if plan.n_legacy_skipped > 0 {
-            log::info!(
-                "a partial state of an older llama.cpp holds {} full-attention sections: checked and skipped",
-                plan.n_legacy_skipped
-            );
-        }
-        self.generation += 1;
-        self.memory.state_commit(&plan, &self.transfer, None)?;
-        Ok(consumed(&plan))
+        ReadParams { convert, ..ReadParams::new(scope, legacy_rotation) }
     }
 
     // The state of the whole context
@@ -529,9 +462,7 @@ impl Context {
 
     pub(crate) fn write_file_state<'a>(&'a self, sink: &mut impl Sink<'a>, seq: Option<Seq>) -> Result<()> {
         match seq {
-            Some(seq) => {
-                self.memory.state_write(sink, self.write_params(Scope::Seq(seq), StateFlags::empty()))
-            }
+            Some(seq) => self.write_file_range(sink, seq, PosRange::ALL),
             None => self.write_whole(sink),
         }
     }
@@ -543,10 +474,7 @@ impl Context {
         dest: Option<Seq>,
     ) -> Result<MemoryPlan<'a>> {
         match dest {
-            Some(dest) => {
-                let params = self.read_params(Scope::Seq(dest));
-                self.memory.state_plan(&source, StateFlags::empty(), params)
-            }
+            Some(dest) => self.plan_file_range(source, dest, PosRange::ALL, false),
             None => self.plan_whole(source),
         }
     }

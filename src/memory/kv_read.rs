@@ -1,16 +1,17 @@
-//! `state_read_sinfo`, in three steps: read and check, place, commit. Only commit changes the cache.
+//! `state_read_sinfo`, in three steps: read and check, place (`kv_place`), commit. Only commit changes the cache.
 
 use std::fmt::Display;
 
 use super::convert::{self, Convert};
 use super::geometry::{Geometry, mismatch};
 use super::kv_cache::{KvCache, KvPlanes, StreamPlanes};
+use super::kv_place::Found;
 use super::kv_write::Scope;
-use crate::cells::{CellMeta, Cells, Placement, SeqSet, Shortage};
+use crate::cells::{CellMeta, SeqSet, Shortage};
 use crate::error::{Error, Result};
 use crate::state::{Input, Source};
 use crate::storage::{CellMap, Conversion, Placed, Plane, Scatter, StateTensor};
-use crate::types::{CellExt, Move, PosRange, Seq, TOKEN_NULL, Token};
+use crate::types::{CellExt, PosRange, Seq, TOKEN_NULL, Token};
 
 /// What the caller says about files older than version 4, which do not record rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +31,24 @@ pub(crate) struct ReadParams {
     /// Read as if cells had an ext where the cache has none, and the other way round: only to find out why a
     /// state does not fit.
     pub flip_cell_ext: bool,
+    /// Which positions of the state of a sequence are wanted.
+    pub range: PosRange,
+    /// They are added to those of the destination, which they replace otherwise.
+    pub append: bool,
+}
+
+impl ReadParams {
+    /// To replace all of `scope` by all of a state.
+    pub fn new(scope: Scope, legacy_rotation: Option<LegacyRotation>) -> Self {
+        Self {
+            scope,
+            legacy_rotation,
+            convert: Convert::Nothing,
+            flip_cell_ext: false,
+            range: PosRange::ALL,
+            append: false,
+        }
+    }
 }
 
 /// A tensor of a stream, by layer.
@@ -53,6 +72,7 @@ impl KvTensor {
 pub(crate) struct KvState<'a> {
     /// Streams of the state, those without cells included.
     pub(super) n_stream: u32,
+    pub(super) found: Found,
     /// Those that hold cells.
     pub(super) streams: Vec<StreamState<'a>>,
 }
@@ -63,14 +83,22 @@ pub(super) struct StreamState<'a> {
     pub(super) stream: usize,
     /// One per cell, in the order of the state. In a sequence state every `seqs` is the destination's.
     pub(super) metas: Vec<CellMeta>,
+    /// Which of the state's cells `metas` are; `None`: all.
+    pub(super) wanted: Option<Vec<u32>>,
+    /// Cells of the state.
+    pub(super) n_src: u32,
     /// The tensors: K of every layer, then V of every layer that has one.
-    tensors: Vec<StateTensor<'a>>,
+    pub(super) tensors: Vec<StateTensor<'a>>,
 }
 
 /// What a commit will do to a section.
 #[derive(Debug)]
 pub(crate) struct KvPlan<'a> {
     pub(super) scope: Scope,
+    /// Positions that a destination sequence gives up.
+    pub(super) removed: PosRange,
+    /// What the state has of its sequence.
+    pub(super) found: Found,
     pub(super) streams: Vec<StreamPlan<'a>>,
 }
 
@@ -83,10 +111,10 @@ pub(super) struct StreamPlan<'a> {
     /// `metas[i]` goes into `cells[i]`.
     pub(super) metas: Vec<CellMeta>,
     pub(super) cells: Vec<u32>,
-    map: CellMap,
+    pub(super) map: CellMap,
     /// Cells of the state, those that were dropped included.
-    n_src: u32,
-    tensors: Vec<StateTensor<'a>>,
+    pub(super) n_src: u32,
+    pub(super) tensors: Vec<StateTensor<'a>>,
 }
 
 impl Geometry {
@@ -102,10 +130,11 @@ impl Geometry {
                 tensors.push(StateTensor { bytes: source.tensor(tensor.field(), bytes)?, conversion });
                 Ok(())
             })?;
-            streams.push(StreamState { stream: stream as usize, metas, tensors });
+            let n_src = u32::try_from(metas.len()).unwrap_or(u32::MAX);
+            streams.push(StreamState { stream: stream as usize, metas, wanted: None, n_src, tensors });
             Ok(())
         })?;
-        Ok(KvState { n_stream, streams })
+        Ok(KvState { n_stream, found: Found::default(), streams })
     }
 
     /// Reads a section up to the data of each stream that holds cells, for which `each` is called with the
@@ -257,45 +286,6 @@ impl Geometry {
     }
 }
 
-impl<'a> KvState<'a> {
-    /// Finds cells for a state. `place` is asked for those of a sequence, with the stream that takes them.
-    pub(super) fn place(
-        self,
-        geometry: &Geometry,
-        scope: Scope,
-        mut place: impl FnMut(usize, Seq, &StreamState<'a>) -> Result<Placement>,
-    ) -> Result<KvPlan<'a>> {
-        let mut streams = Vec::new();
-        for state in self.streams {
-            let n_src = u32::try_from(state.metas.len()).unwrap_or(u32::MAX);
-            let (stream, Placement { kept, cells }) = match scope {
-                Scope::Whole => {
-                    let all: Vec<u32> = (0..n_src).collect();
-                    (state.stream, Placement { kept: all.clone(), cells: all })
-                }
-                Scope::Seq(dest) => {
-                    let stream = geometry.streams.of(dest);
-                    (stream, place(stream, dest, &state)?)
-                }
-            };
-            let map = CellMap::new(Move::of_pairs(kept.iter().copied().zip(cells.iter().copied())))?;
-            let StreamState { stream: src, mut metas, tensors } = state;
-            if kept.len() < metas.len() {
-                metas = kept.iter().map(|&i| metas[i as usize]).collect();
-            }
-            streams.push(StreamPlan { src, stream, metas, cells, map, n_src, tensors });
-        }
-        Ok(KvPlan { scope, streams })
-    }
-}
-
-impl StreamPlan<'_> {
-    /// Which of the state's cells are kept, in order.
-    fn kept(&self) -> impl Iterator<Item = u32> + '_ {
-        self.map.moves().iter().flat_map(|m| m.src..m.src + m.len)
-    }
-}
-
 impl<'a> KvPlan<'a> {
     /// What is converted, in words.
     pub(super) fn notes(&self, geometry: &Geometry) -> Vec<String> {
@@ -349,80 +339,6 @@ impl<'a> KvPlan<'a> {
 }
 
 impl KvCache {
-    /// Finds cells for a state. Changes nothing.
-    pub fn state_place<'a>(&self, state: KvState<'a>, scope: Scope) -> Result<KvPlan<'a>> {
-        state.place(&self.geometry, scope, |stream, dest, state| {
-            self.cells[stream]
-                .place(Some(dest), &state.metas, self.geometry.swa, true)
-                .map_err(|shortage| self.geometry.shortage(shortage, stream))
-        })
-    }
-
-    /// Puts a state into the cells that its source's state takes. Changes nothing.
-    pub fn state_place_beside<'a>(
-        &self,
-        state: KvState<'a>,
-        scope: Scope,
-        source: &KvPlan<'_>,
-    ) -> Result<KvPlan<'a>> {
-        let geometry = &self.geometry;
-        let layout = |got: usize, want: usize| geometry.mismatch("mirrored slot layout", got, want, None);
-        if state.streams.len() != source.streams.len() {
-            return Err(layout(state.streams.len(), source.streams.len()));
-        }
-        for (own, source) in state.streams.iter().zip(&source.streams) {
-            if own.stream != source.src {
-                return Err(geometry.mismatch("mirrored stream", own.stream, source.src, None));
-            }
-            if own.metas.len() != source.n_src as usize {
-                return Err(layout(own.metas.len(), source.n_src as usize));
-            }
-            for (own, source) in source.kept().map(|i| &own.metas[i as usize]).zip(&source.metas) {
-                if own.pos != source.pos {
-                    return Err(geometry.mismatch("mirrored pos", own.pos, source.pos, None));
-                }
-                if own.seqs != source.seqs {
-                    return Err(geometry.mismatch(
-                        "mirrored n_seq_id",
-                        own.seqs.len(),
-                        source.seqs.len(),
-                        None,
-                    ));
-                }
-            }
-        }
-        let mut sources = source.streams.iter();
-        state.place(geometry, scope, |_, _, state| {
-            let source = sources.next().filter(|source| source.src == state.stream);
-            let source = source.ok_or_else(|| layout(state.metas.len(), 0))?;
-            Ok(Placement { kept: source.kept().collect(), cells: source.cells.clone() })
-        })
-    }
-
-    /// Whether the state takes cells that hold something, the destination's own included.
-    pub fn state_overwrites(&self, plan: &KvPlan<'_>) -> bool {
-        plan.streams.iter().any(|stream| {
-            let cells = self.cells(stream.stream);
-            stream.cells.iter().any(|&cell| cells.is_used(cell))
-        })
-    }
-
-    /// Replaces the cells of the destination by those of the state.
-    pub fn state_apply(&mut self, plan: &KvPlan<'_>) {
-        self.state_forget(plan);
-        for stream in &plan.streams {
-            self.cells[stream.stream].apply(&stream.cells, &stream.metas);
-        }
-    }
-
-    /// Empties the destination.
-    pub fn state_forget(&mut self, plan: &KvPlan<'_>) {
-        match plan.scope {
-            Scope::Seq(dest) => self.seq_rm(Some(dest), PosRange::ALL),
-            Scope::Whole => self.cells.iter_mut().for_each(Cells::clear),
-        }
-    }
-
     /// The cells that the state would have, in every plane.
     pub fn state_cells<'p>(&'p mut self, plan: &'p KvPlan<'_>) -> Vec<(&'p mut Plane, &'p CellMap)> {
         let parts = plan.scatter(&mut self.planes, self.geometry.n_layer());

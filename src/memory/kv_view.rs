@@ -14,7 +14,7 @@ use crate::cells::{CellMeta, Cells, Placement};
 use crate::error::{Error, Result};
 use crate::state::{Input, Sink, Source};
 use crate::storage::{CellMap, Placed, Region, Scatter};
-use crate::types::{Pos, Seq, StateFlags};
+use crate::types::{Pos, PosRange, Seq, StateFlags};
 
 /// A used cell of the owner's.
 #[derive(Clone, Copy, Debug)]
@@ -180,7 +180,7 @@ impl KvView {
         if !self.writes(flags) {
             return Ok(());
         }
-        let params = WriteParams { scope, flags, max_masked_cells: None };
+        let params = WriteParams { scope, flags, max_masked_cells: None, range: PosRange::ALL };
         sink.write_u32(self.geometry.streams.n_stream)?;
         for stream in 0..self.geometry.streams.n_stream as usize {
             let cells = match scope {
@@ -253,9 +253,7 @@ impl KvView {
         scope: Scope,
         sinfos_in: Option<&SlotInfos>,
     ) -> Result<SlotInfos> {
-        // The input moves tensors itself, as they are.
-        let convert = Convert::Nothing;
-        let params = ReadParams { scope, legacy_rotation: None, convert, flip_cell_ext: false };
+        let params = ReadParams::new(scope, None);
         let mut slots = self.no_slots();
         let Self { geometry, planes, cells, .. } = self;
         if scope == Scope::Whole {
@@ -314,7 +312,7 @@ impl KvView {
     ) -> Result<ViewPlan<'a>> {
         let scope = self.scope(seq_id)?;
         let Self { legacy_rotation, convert, .. } = *self;
-        let params = ReadParams { scope, legacy_rotation, convert, flip_cell_ext: false };
+        let params = ReadParams { convert, ..ReadParams::new(scope, legacy_rotation) };
         let mut planned = ViewPlan {
             slots: self.no_slots(),
             geometry: self.geometry.clone(),
@@ -368,7 +366,7 @@ impl KvView {
             );
             return Err(Error::arg("view", reason));
         }
-        let Some(KvPlan { scope: Scope::Seq(dest), streams }) = &planned.plan else { return Ok(()) };
+        let Some(KvPlan { scope: Scope::Seq(dest), streams, .. }) = &planned.plan else { return Ok(()) };
         for stream in streams {
             let mut is_planned = vec![false; self.geometry.kv_size as usize];
             stream.cells.iter().for_each(|&cell| is_planned[cell as usize] = true);

@@ -36,6 +36,8 @@ pub(crate) struct WriteParams {
     pub flags: StateFlags,
     /// Most masked cells of an SWA section that a sequence state without `PARTIAL_ONLY` keeps; `None`: all.
     pub max_masked_cells: Option<u32>,
+    /// Which positions of a sequence are wanted.
+    pub range: PosRange,
 }
 
 impl WriteParams {
@@ -162,7 +164,7 @@ impl KvCache {
             Scope::Whole => cells.used_cells().collect(),
             Scope::Seq(seq) if self.geometry.streams.of(seq) != stream => Vec::new(),
             Scope::Seq(seq) => {
-                let entries = cells.seq_cells(seq, PosRange::ALL);
+                let entries = cells.seq_cells(seq, params.range);
                 sorted_cells(&entries[params.first_kept(entries, self.geometry.swa)..])
             }
         }

@@ -8,11 +8,13 @@ mod dsv4;
 mod geometry;
 mod kv_cache;
 mod kv_layout;
+mod kv_place;
 mod kv_read;
 mod kv_view;
 mod kv_write;
 mod planes;
 mod presets;
+mod range;
 mod recurrent;
 mod rewind;
 mod rope;
@@ -24,6 +26,7 @@ pub use kv_cache::{KvMemory, KvPlanes};
 pub use kv_read::LegacyRotation;
 pub use kv_view::{KvView, SlotInfos, TensorInput, ViewCell, ViewCells};
 pub use planes::SectionMemory;
+pub use range::Kept;
 pub use recurrent::{
     RecurrentLayerParams, RecurrentMemory, RecurrentParams, RecurrentPlanes, RecurrentSlot, RecurrentState,
     RecurrentTensor,
@@ -44,10 +47,12 @@ pub(crate) use rewind::SavedReach;
 pub(crate) use rope::SectionRope;
 pub(crate) use section::Section;
 
+use std::ops::Range;
+
 use crate::error::{Error, Result};
 use crate::format::StateVersion;
 use crate::state::{Input, Sink, Source};
-use crate::storage::{self, Plane, ProgressCallback, Transfer};
+use crate::storage::{self, Plane, ProgressCallback, Scatter, Transfer};
 use crate::types::{Pos, PosRange, Seq, StateFlags};
 use section::{SHARED, SectionPlan};
 
@@ -375,13 +380,15 @@ impl Memory {
         for section in &self.sections {
             let mut plan = SectionPlan::Nothing;
             if section.writes(flags) {
-                plan = section.state_plan(&mut source, flags, params, &sections)?;
+                let full_attention = self.full_attention_after(section, params, &sections);
+                plan = section.state_plan(&mut source, flags, params, &sections, &full_attention)?;
             } else if let Some(kv) = section.as_kv().filter(|_| legacy) {
                 kv.geometry.state_read(&mut source, params)?;
                 n_legacy_skipped += 1;
             }
             sections.push(plan);
         }
+        self.check_end(&sections, params)?;
         Ok(MemoryPlan { sections, end: source, n_legacy_skipped })
     }
 
@@ -397,6 +404,13 @@ impl Memory {
     /// Whether a commit overwrites cells that hold something: it cannot be taken back then.
     pub fn state_overwrites(&self, plan: &MemoryPlan<'_>) -> bool {
         self.sections.iter().zip(&plan.sections).any(|(section, plan)| section.state_overwrites(plan))
+    }
+
+    /// Which bytes of files a commit will read.
+    pub fn state_file_ranges(&mut self, plan: &MemoryPlan<'_>) -> Result<Vec<Range<u64>>> {
+        let batch: Vec<_> =
+            self.planned(plan).flat_map(|(section, plan)| section.state_scatter(plan)).collect();
+        storage::file_ranges(batch.iter().map(Scatter::placed))
     }
 
     /// Does what was planned, the tensors of all sections in one batch.

@@ -6,7 +6,6 @@
 
 use super::kv_write::{Scope, WriteParams};
 use super::{Dsv4Cache, KvCache, Memory, RecurrentCache, Section};
-use crate::cells::Cells;
 use crate::error::{Error, Result};
 use crate::types::{Pos, PosRange, Seq, StateFlags, Swa};
 
@@ -83,7 +82,7 @@ impl std::fmt::Display for Shape {
 
 impl Reach {
     /// Behind the state of `pos_max`, if it is there, or up to `max_cut` positions before that.
-    fn of_states(pos_max: Option<Pos>, is_there: bool, max_cut: u32) -> Self {
+    pub(super) fn of_states(pos_max: Option<Pos>, is_there: bool, max_cut: u32) -> Self {
         let has = pos_max.filter(|_| is_there).map(|pos| {
             let last = pos.saturating_add(1);
             (last.saturating_sub_unsigned(max_cut).max(1), last)
@@ -114,7 +113,7 @@ impl Reach {
     }
 
     /// Why the section cannot go on at `pos`; `None`: it can. From 0 every section can.
-    fn obstacle(self, section: &str, pos: Pos) -> Option<RewindObstacle> {
+    pub(super) fn obstacle(self, section: &str, pos: Pos) -> Option<RewindObstacle> {
         let section = || section.to_owned();
         match self {
             Self::Kv { swa, has } => {
@@ -153,12 +152,12 @@ impl Reach {
     }
 }
 
-/// First and last position of the longest end of `entries`, cells of a window by position, in which nothing is missing that `all`
-/// has.
-fn whole_end(entries: &[(Pos, u32)], all: Option<&Cells>, seq: Seq) -> Option<(Pos, Pos)> {
+/// First and last position of the longest end of `entries`, cells of a window by position, in which nothing is missing that `all`,
+/// by position as well, has.
+pub(super) fn whole_end(entries: &[(Pos, u32)], all: &[(Pos, u32)]) -> Option<(Pos, Pos)> {
     let (&(first, _), &(last, _)) = entries.first().zip(entries.last())?;
-    let range = PosRange { p0: first, p1: i64::from(last) + 1 };
-    let all = all.map_or(&[][..], |all| all.seq_cells(seq, range));
+    let start = all.partition_point(|&(pos, _)| pos < first);
+    let all = &all[start..all.partition_point(|&(pos, _)| pos <= last)];
     // Sections are filled together, so as many are the same ones: the usual case, without a look at each.
     if all.len() == entries.len() {
         return Some((first, last));
@@ -175,23 +174,23 @@ fn whole_end(entries: &[(Pos, u32)], all: Option<&Cells>, seq: Seq) -> Option<(P
 
 impl KvCache {
     /// `all`: the cells of full attention, if there is such a section.
-    fn reach(&self, seq: Seq, all: Option<&Cells>) -> Reach {
+    fn reach(&self, seq: Seq, all: &[(Pos, u32)]) -> Reach {
         let swa = self.geometry.swa;
         let has = if swa.is_none() {
             self.seq_pos_min(seq).zip(self.seq_pos_max(seq))
         } else {
-            whole_end(self.seq_cells(seq).seq_cells(seq, PosRange::ALL), all, seq)
+            whole_end(self.seq_cells(seq).seq_cells(seq, PosRange::ALL), all)
         };
         Reach::Kv { swa, has }
     }
 
     /// As it is after a restore of the state that would be written now; `None` where that has nothing of the section.
-    fn saved_reach(&self, seq: Seq, params: WriteParams, all: Option<&Cells>) -> Option<Reach> {
+    fn saved_reach(&self, seq: Seq, params: WriteParams, all: &[(Pos, u32)]) -> Option<Reach> {
         let swa = self.geometry.swa;
         self.geometry.writes(params.flags).then(|| {
             let entries = self.seq_cells(seq).seq_cells(seq, PosRange::ALL);
             let kept = &entries[params.first_kept(entries, swa)..];
-            Reach::Kv { swa, has: whole_end(kept, all, seq) }
+            Reach::Kv { swa, has: whole_end(kept, all) }
         })
     }
 }
@@ -217,7 +216,7 @@ impl Dsv4Cache {
 /// What a section's cells are held against.
 #[derive(Clone, Copy)]
 struct Neighbours<'a> {
-    full_attention: Option<&'a Cells>,
+    full_attention: &'a [(Pos, u32)],
     /// The last position of DSV4's raw cache.
     raw_pos_max: Option<Pos>,
 }
@@ -262,7 +261,7 @@ pub(crate) struct SavedReach(Vec<Option<Reach>>);
 
 /// From where a sequence can go on: all sections of a memory together.
 #[derive(Debug)]
-pub(crate) struct SeqReach<'a>(Vec<(&'a str, Reach)>);
+pub(crate) struct SeqReach<'a>(pub(super) Vec<(&'a str, Reach)>);
 
 impl SeqReach<'_> {
     fn pos_max(&self) -> Option<Pos> {
@@ -297,7 +296,9 @@ impl Memory {
     fn neighbours(&self, seq: Seq) -> Neighbours<'_> {
         let mut full_attention = self.kv_caches().filter(|kv| kv.geometry.swa.is_none());
         Neighbours {
-            full_attention: full_attention.next().map(|kv| kv.seq_cells(seq)),
+            full_attention: full_attention
+                .next()
+                .map_or(&[], |kv| kv.seq_cells(seq).seq_cells(seq, PosRange::ALL)),
             raw_pos_max: self.raw_pos_max(Some(seq)),
         }
     }
@@ -321,7 +322,8 @@ impl Memory {
     /// What [`Memory::reach_after`] needs to know of a partial state that is written now.
     pub fn saved_reach(&self, seq: Seq) -> SavedReach {
         let flags = StateFlags::PARTIAL_ONLY;
-        let params = WriteParams { scope: Scope::Seq(seq), flags, max_masked_cells: None };
+        let range = PosRange::ALL;
+        let params = WriteParams { scope: Scope::Seq(seq), flags, max_masked_cells: None, range };
         let of = self.neighbours(seq);
         SavedReach(self.sections.iter().map(|section| section.saved_reach(seq, params, of)).collect())
     }

@@ -95,6 +95,17 @@ pub(super) enum SectionPlan<'a> {
     Dsv4(Dsv4Plan<'a>),
 }
 
+impl SectionPlan<'_> {
+    /// Whether it brings no cells.
+    fn is_empty(&self) -> bool {
+        match self {
+            Self::Kv(plan) => plan.streams.iter().all(|stream| stream.cells.is_empty()),
+            Self::Nothing => true,
+            Self::Recurrent(_) | Self::Dsv4(_) => false,
+        }
+    }
+}
+
 impl Section {
     pub fn new(name: &str, params: SectionParams, streams: Streams) -> Result<Self> {
         Ok(match params {
@@ -323,19 +334,21 @@ impl Section {
     ) -> Result<()> {
         match self {
             Self::Kv(kv) => kv.state_write(sink, params),
-            Self::Recurrent(recurrent) => recurrent.state_write(sink, params.scope),
+            Self::Recurrent(recurrent) => recurrent.state_write(sink, params.scope, params.range),
             Self::Shared => Ok(()),
-            Self::Dsv4(dsv4) => dsv4.state_write(sink, params.scope, params.flags, pos_max),
+            Self::Dsv4(dsv4) => dsv4.state_write(sink, params, pos_max),
         }
     }
 
-    /// Reads, checks and places the section's bytes. Changes nothing. `before` are the plans of the sections before it.
+    /// Reads, checks and places the section's bytes. Changes nothing. `before` are the plans of the sections before it,
+    /// `full_attention` is what the destination will have there, if it is needed.
     pub(super) fn state_plan<'a>(
         &self,
         source: &mut Source<'a>,
         flags: StateFlags,
         params: ReadParams,
         before: &[SectionPlan<'_>],
+        full_attention: &[(Pos, u32)],
     ) -> Result<SectionPlan<'a>> {
         Ok(match self {
             Self::Kv(kv) => {
@@ -343,15 +356,20 @@ impl Section {
                 let mirrored = kv.geometry.mirrors.and_then(|section| before.get(section));
                 SectionPlan::Kv(match mirrored {
                     Some(SectionPlan::Kv(mirrored)) => kv.state_place_beside(read, params.scope, mirrored)?,
-                    _ => kv.state_place(read, params.scope)?,
+                    _ => kv.state_place(read, params, full_attention)?,
                 })
             }
             Self::Recurrent(recurrent) => {
                 let read = recurrent.geometry.state_read(source, params.scope, params.convert)?;
-                SectionPlan::Recurrent(recurrent.state_place(read, params.scope)?)
+                SectionPlan::Recurrent(recurrent.state_place(read, params)?)
             }
             Self::Shared => SectionPlan::Nothing,
-            Self::Dsv4(dsv4) => SectionPlan::Dsv4(dsv4.geometry.state_plan(source, params, flags)?),
+            Self::Dsv4(dsv4) => {
+                let plan = dsv4.geometry.state_plan(source, params, flags)?;
+                // Nothing is added to what the destination has.
+                let adds_nothing = params.append && before.iter().all(SectionPlan::is_empty);
+                if adds_nothing { SectionPlan::Nothing } else { SectionPlan::Dsv4(plan) }
+            }
         })
     }
 

@@ -7,6 +7,7 @@
 mod autosave;
 mod compose;
 mod job;
+mod range;
 mod replace;
 mod slot;
 mod state_file;
@@ -17,13 +18,16 @@ use std::path::Path;
 use crate::context::{Context, Snapshot};
 use crate::error::{Error, Result};
 use crate::format::{FileHeader, FileKind, StateVersion, token_bytes};
+use crate::memory::MemoryPlan;
 use crate::state::{Input, RecordSink, Sink, write_file};
 use crate::storage::{ProgressCallback, Transfer};
-use crate::types::{Seq, SeqId, StateFlags, Token};
+use crate::types::{PosRange, SeqId, StateFlags, Token};
 
+pub use crate::memory::Kept;
 pub use autosave::{Autosave, AutosaveParams, AutosavedSlot, Restored, Saved};
 pub use compose::{StateReader, StateWriter};
 pub use job::Job;
+pub use range::{LoadedRange, RangeLoadParams};
 pub use slot::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, SlotSnapshot, Verify, slot_path};
 pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
 
@@ -50,8 +54,7 @@ impl Context {
         seq_id: SeqId,
         tokens: &[Token],
     ) -> Result<u64> {
-        let seq = self.seq(seq_id)?;
-        self.save_file(path.as_ref(), FileKind::Sequence, Some(seq), tokens)
+        self.state_seq_save_file_range(path, seq_id, PosRange::ALL, tokens)
     }
 
     /// Replaces sequence `dest` by the one in the file at `path`.
@@ -67,8 +70,9 @@ impl Context {
         dest: SeqId,
         n_token_capacity: usize,
     ) -> Result<Loaded> {
-        let seq = self.seq(dest)?;
-        self.load_file(path.as_ref(), FileKind::Sequence, Some(seq), n_token_capacity)
+        let params = RangeLoadParams { n_token_capacity, ..RangeLoadParams::default() };
+        let LoadedRange { tokens, state_end, .. } = self.state_seq_load_file_range(path, dest, params)?;
+        Ok(Loaded { tokens, state_end })
     }
 
     /// Writes the whole context and its tokens to `path`; returns the size of the file.
@@ -76,7 +80,10 @@ impl Context {
     /// # Errors
     /// As [`Context::state_seq_save_file`].
     pub fn state_save_file(&mut self, path: impl AsRef<Path>, tokens: &[Token]) -> Result<u64> {
-        self.save_file(path.as_ref(), FileKind::Session, None, tokens)
+        self.apply_shifts_of(None)?;
+        self.save_file(path.as_ref(), FileKind::Session, tokens, |context, record| {
+            context.write_file_state(record, None)
+        })
     }
 
     /// Replaces all sequences by those in the file at `path`, which must hold nothing else.
@@ -84,33 +91,12 @@ impl Context {
     /// # Errors
     /// As [`Context::state_seq_load_file`].
     pub fn state_load_file(&mut self, path: impl AsRef<Path>, n_token_capacity: usize) -> Result<Loaded> {
-        self.load_file(path.as_ref(), FileKind::Session, None, n_token_capacity)
-    }
-
-    fn save_file(&mut self, path: &Path, kind: FileKind, seq: Option<Seq>, tokens: &[Token]) -> Result<u64> {
-        let mut record = file_record(kind, tokens)?;
-        self.apply_shifts_of(seq)?;
-        let mut progress = self.progress.take();
-        let saved = self
-            .write_file_state(&mut record, seq)
-            .and_then(|()| replace_file(path, &record, self.sync_files, &self.transfer, progress.as_mut()));
-        self.progress = progress;
-        saved
-    }
-
-    fn load_file(
-        &mut self,
-        path: &Path,
-        kind: FileKind,
-        seq: Option<Seq>,
-        n_token_capacity: usize,
-    ) -> Result<Loaded> {
-        let file = StateFile::open(path, kind, n_token_capacity)?;
-        let failed = |error| Error::Restore { kind: kind.restored(), source: Box::new(file.failed(error)) };
-        let plan = self.plan_file_state(file.source(), seq).map_err(failed)?;
-        let left = plan.end.left();
+        let file = StateFile::open(path, FileKind::Session, n_token_capacity)?;
+        let failed = |error| failed_restore(&file, FileKind::Session, error);
+        let plan = self.plan_file_state(file.source(), None).map_err(failed)?;
         // A server may append to a sequence file, never to that of a whole context.
-        if seq.is_none() && left > 0 {
+        let left = plan.end.left();
+        if left > 0 {
             return Err(failed(Error::corrupt(
                 "did not read all of the session file data",
                 format_args!("{left} bytes behind the state"),
@@ -118,15 +104,44 @@ impl Context {
             )));
         }
         let state_end = plan.end.offset();
-        // Cells that are overwritten cannot be had back: the disk is asked, and the callback heard, before.
-        let overwrites = self.memory.state_overwrites(&plan);
-        if overwrites {
-            file.warm(file.state_start()..state_end, self.progress.as_mut()).map_err(failed)?;
-        }
-        self.commit_file_state(&plan, !overwrites).map_err(failed)?;
+        self.commit_file(&file, &plan).map_err(failed)?;
         drop(plan);
         Ok(Loaded { tokens: file.into_tokens(), state_end })
     }
+
+    fn save_file(
+        &mut self,
+        path: &Path,
+        kind: FileKind,
+        tokens: &[Token],
+        write: impl for<'a> FnOnce(&'a Self, &mut RecordSink<'a>) -> Result<()>,
+    ) -> Result<u64> {
+        let mut progress = self.progress.take();
+        let save = || {
+            let mut record = file_record(kind, tokens)?;
+            write(self, &mut record)?;
+            replace_file(path, &record, self.sync_files, &self.transfer, progress.as_mut())
+        };
+        let saved = save();
+        self.progress = progress;
+        saved
+    }
+
+    /// Does what was planned of the state in a file.
+    fn commit_file(&mut self, file: &StateFile, plan: &MemoryPlan<'_>) -> Result<()> {
+        // Cells that are overwritten cannot be had back: the disk is asked, and the callback heard, before.
+        let overwrites = self.memory.state_overwrites(plan);
+        if overwrites {
+            let ranges = self.memory.state_file_ranges(plan)?;
+            file.warm(&ranges, self.progress.as_mut())?;
+        }
+        self.commit_file_state(plan, !overwrites)
+    }
+}
+
+/// Why the state in a file was not restored.
+fn failed_restore(file: &StateFile, kind: FileKind, error: Error) -> Error {
+    Error::Restore { kind: kind.restored(), source: Box::new(file.failed(error)) }
 }
 
 /// Sinks and sources know no path.

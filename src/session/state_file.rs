@@ -64,21 +64,25 @@ impl StateFile {
     /// truncated, is noticed while nothing depends on it. What is there already is not read.
     pub(super) fn warm(
         &self,
-        Range { start, end }: Range<u64>,
+        ranges: &[Range<u64>],
         mut progress: Option<&mut ProgressCallback>,
     ) -> Result<()> {
         const STEP: u64 = 1 << 20;
-        let mut buffer = Vec::new();
-        let mut at = start;
-        while at < end {
-            let next = end.min(at + STEP);
-            if !is_cached(&self.file, at..next) {
-                buffer.resize(usize::try_from(next - at).unwrap_or(0), 0);
-                read_exact_at(&self.file, &mut buffer, at).map_err(read_error)?;
-            }
-            at = next;
-            if let Some(progress) = progress.as_deref_mut() {
-                progress.report(at - start, end - start)?;
+        let total = ranges.iter().map(|range| range.end - range.start).sum();
+        let (mut buffer, mut done) = (Vec::new(), 0);
+        for &Range { start, end } in ranges {
+            let mut at = start;
+            while at < end {
+                let next = end.min(at + STEP);
+                if !is_cached(&self.file, at..next) {
+                    buffer.resize(usize::try_from(next - at).unwrap_or(0), 0);
+                    read_exact_at(&self.file, &mut buffer, at).map_err(read_error)?;
+                }
+                done += next - at;
+                at = next;
+                if let Some(progress) = progress.as_deref_mut() {
+                    progress.report(done, total)?;
+                }
             }
         }
         Ok(())

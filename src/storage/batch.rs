@@ -11,6 +11,7 @@ use super::cuda::{self, DevicePlane, LocalPart, Part};
 use super::host::How;
 use super::kernels::Kernels;
 use super::region::Rectangle;
+use super::wanted::WantedBatch;
 use super::{CellMap, Plane, ProgressCallback, Region, StateTensor, TensorBytes, Threads, Transfer};
 use crate::error::{Error, Result};
 
@@ -169,7 +170,9 @@ impl Scatter<'_> {
         self.plane.check_write(self.map, self.n_src)
     }
 
-    fn placed(&self) -> Placed<'_> {
+    /// It, planned.
+    #[must_use]
+    pub fn placed(&self) -> Placed<'_> {
         Placed { plane: self.plane, map: self.map, n_src: self.n_src, src: self.src }
     }
 }
@@ -195,10 +198,12 @@ impl Fetched {
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::Device`], [`Error::StreamCapturing`].
 pub fn reserve(batch: &[Placed<'_>], transfer: &Transfer) -> Result<()> {
-    let on_device: Vec<_> = batch.iter().filter(|part| part.plane.on_device().is_some()).collect();
+    let wanted = WantedBatch::new(batch.iter().copied())?;
+    let narrowed = wanted.narrow(batch.iter().copied()).filter(|part| part.map.n_cells() > 0);
+    let on_device: Vec<_> = narrowed.filter(|part| part.plane.on_device().is_some()).collect();
     for group in by_device(on_device, |part| part.plane.device()) {
         let (mut parts, mut staged) = (Vec::new(), Vec::new());
-        for &part in &group {
+        for part in &group {
             let Some(plane) = part.plane.on_device() else { continue };
             let block = Rectangle::new(part.plane.shape(), 0..part.n_src);
             parts.push(Part { plane, map: part.map, block });
@@ -252,16 +257,19 @@ impl Fetched {
         for part in &*batch {
             part.check()?;
         }
-        let mut report = Report::new(progress, batch.iter().map(|part| part.src.bytes.len()).sum());
+        let wanted = WantedBatch::new(batch.iter().map(Scatter::placed))?;
+        let narrowed: Vec<_> = wanted.narrow(batch.iter().map(Scatter::placed)).collect();
+        let mut report = Report::new(progress, narrowed.iter().map(|part| part.src.bytes.len()).sum());
         // What lies on a device goes to a plane there by itself.
         let beside: Vec<_> = batch.iter().map(|part| part.src.beside(part.plane)).collect();
         let fetched = self.0;
-        let parts = batch.iter().zip(&fetched).zip(&beside).map(|((part, fetched), beside)| {
+        let parts = narrowed.iter().zip(&fetched).zip(&beside).map(|((part, fetched), beside)| {
             let StateTensor { bytes, conversion } = part.src;
             let src = fetched.as_deref().map_or(bytes, TensorBytes::Memory);
             let beside = beside.as_ref();
             Source { plane: part.plane, map: part.map, n_src: part.n_src, src, conversion, beside }
         });
+        let parts = parts.filter(|part| part.map.n_cells() > 0);
         let (converted, parts): (Vec<_>, Vec<_>) = parts.partition(|part| part.conversion.is_some());
         scatter_converted(&converted, transfer, &mut report)?;
         let parts = parts.into_iter();
@@ -326,7 +334,11 @@ fn scatter_converted(parts: &[Source<'_>], transfer: &Transfer, report: &mut Rep
     let work = Work::new(on_host.iter().map(|(part, _)| part.src.len()).sum(), false, transfer.threads);
     let pieces = on_host.iter().flat_map(|&(part, conversion)| {
         // Channels of a file are read one by one: they are to be worth it.
-        let max = if matches!(part.src, TensorBytes::File { .. }) { 8 * PIECE } else { PIECE };
+        let max = if matches!(part.src, TensorBytes::File { .. } | TensorBytes::Cells { .. }) {
+            8 * PIECE
+        } else {
+            PIECE
+        };
         conversion.pieces(part.n_src, max).map(move |cells| (part, conversion, cells))
     });
     work.run(pieces, Some(report), |(part, conversion, cells), buffers| {

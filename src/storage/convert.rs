@@ -84,6 +84,12 @@ impl Conversion {
         self.from.ggml_type.row_size(self.n_embd).unwrap_or(0)
     }
 
+    /// Channels of the blob, and bytes of an element: a row, if it has rows.
+    pub(super) fn src_strides(&self) -> (u32, u64) {
+        let Self { from, n_embd, .. } = *self;
+        if from.transposed { (n_embd, from.ggml_type.type_size().into()) } else { (1, self.src_cell_bytes()) }
+    }
+
     /// Bytes of cells of the blob.
     pub(super) fn src_bytes(&self, cells: &Range<u32>) -> u64 {
         // No overflow: they are in a blob.

@@ -27,6 +27,7 @@ mod region;
 mod shift;
 mod tensor;
 mod transfer;
+mod wanted;
 
 use std::fmt;
 use std::ops::Range;
@@ -50,6 +51,7 @@ pub use region::Region;
 pub(crate) use shift::{PlaneShift, Rotation, RotationTable, ShiftFailure, ShiftedCell, shift};
 pub use tensor::{StateTensor, TensorBytes};
 pub use transfer::{Progress, ProgressCallback, Threads, Transfer};
+pub use wanted::{WantedCells, file_ranges};
 
 use crate::error::Result;
 use crate::types::Run;

@@ -6,7 +6,7 @@ use super::batch::index;
 use super::convert::Conversion;
 use super::cuda::DevicePlane;
 use super::file::{read_error, read_exact_at};
-use super::{Plane, TensorCopies};
+use super::{Plane, TensorCopies, WantedCells};
 use crate::error::{Error, Result};
 
 /// Bytes of a tensor in a blob, wherever they are.
@@ -22,6 +22,15 @@ pub enum TensorBytes<'a> {
         offset: u64,
         /// Number of bytes.
         len: u64,
+    },
+    /// Cells of a tensor in a file that begins at `offset`, one after another.
+    Cells {
+        /// The file.
+        file: &'a File,
+        /// Offset of the first byte of the tensor.
+        offset: u64,
+        /// Which cells.
+        cells: &'a WantedCells,
     },
     /// Among copies of tensors, not all of them in host memory.
     Copies {
@@ -60,6 +69,17 @@ impl StateTensor<'_> {
         }
     }
 
+    /// Channels of the bytes, and bytes of an element: a row, if they are rows. They go to `plane`.
+    pub(super) fn strides(&self, plane: &Plane) -> (u32, u64) {
+        match &self.conversion {
+            Some(conversion) => conversion.src_strides(),
+            None => {
+                let strides = plane.shape().strides();
+                (strides.n_channel, strides.elem_size)
+            }
+        }
+    }
+
     /// Checks what a restore of `n_src` cells to `plane` demands of the bytes.
     pub(super) fn check(&self, plane: &Plane, n_src: u32) -> Result<()> {
         let cell_bytes = match &self.conversion {
@@ -84,6 +104,7 @@ impl<'a> TensorBytes<'a> {
         match self {
             Self::Memory(bytes) => bytes.len() as u64,
             Self::File { len, .. } | Self::Copies { len, .. } => *len,
+            Self::Cells { cells, .. } => cells.len(),
         }
     }
 
@@ -101,7 +122,7 @@ impl<'a> TensorBytes<'a> {
         match *self {
             Self::Memory(bytes) => Ok(&bytes[index(start)..][..index(len)]),
             Self::Copies { .. } => Err(Error::Internal(format!("{self:?} was not brought to the host"))),
-            Self::File { .. } => {
+            Self::File { .. } | Self::Cells { .. } => {
                 buffer
                     .try_reserve(index(len).saturating_sub(buffer.len()))
                     .map_err(|_| Error::OutOfMemory { what: "the file buffer", bytes: len })?;
@@ -119,6 +140,7 @@ impl<'a> TensorBytes<'a> {
     pub(super) fn read(&self, start: u64, out: &mut [u8]) -> Result<()> {
         match *self {
             Self::File { file, offset, .. } => read_exact_at(file, out, offset + start).map_err(read_error),
+            Self::Cells { file, offset, cells } => cells.read(file, offset, start, out),
             _ => self.piece(start, out.len() as u64, &mut Vec::new()).map(|bytes| out.copy_from_slice(bytes)),
         }
     }

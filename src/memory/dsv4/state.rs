@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::format::GgmlType;
 use crate::memory::ReadParams;
 use crate::memory::convert::{self, Convert};
-use crate::memory::kv_write::{Scope, count};
+use crate::memory::kv_write::{Scope, WriteParams, count};
 use crate::state::{Input, Sink, Source};
 use crate::storage::{CellMap, Conversion, Plane, Region, Scatter, StateTensor, TensorLayout};
 use crate::types::{Pos, Seq, StateFlags};
@@ -81,14 +81,18 @@ impl Dsv4Cache {
         check(source, "DSV4 mode", mode(flags))
     }
 
-    /// Writes the section. `pos_max` is the last position of the sequence in the raw cache.
+    /// Writes the section; of a sequence, as it was at the end of the range. `pos_max` is the last position of the sequence in
+    /// the raw cache.
     pub fn state_write<'a>(
         &'a self,
         sink: &mut impl Sink<'a>,
-        scope: Scope,
-        flags: StateFlags,
+        params: WriteParams,
         pos_max: Option<Pos>,
     ) -> Result<()> {
+        let WriteParams { scope, flags, range, .. } = params;
+        let end = pos_max.map(|pos| range.last_up_to(pos).unwrap_or(pos));
+        let cut = pos_max.zip(end).map_or(0, |(pos, end)| pos.abs_diff(end));
+        let pos_max = end;
         let streams = self.geometry.streams(scope);
         let n_stream = count(streams.len())?;
         for compressor in Dsv4Compressor::ALL.into_iter().filter(|_| mode(flags) == MODE_FULL) {
@@ -116,7 +120,7 @@ impl Dsv4Cache {
                 }
                 let all = self.geometry.n_stream as usize;
                 let of_stream =
-                    |&stream: &usize| &self.planes[i][self.rollback[stream] as usize * all + stream];
+                    |&stream: &usize| &self.planes[i][(self.rollback[stream] + cut) as usize * all + stream];
                 write_tensor(sink, tensor, tensor.n_rows, streams.iter().map(of_stream))?;
             }
         }

@@ -336,6 +336,20 @@ impl RecurrentCells {
         Some((found.after, found.slot.head))
     }
 
+    /// The cells with the state of `seq` replaced by a later one, of `pos`, and its cell: an empty one, so that the older state is
+    /// whole until then. Its own, or those of [`RecurrentCells::place`], where there is none.
+    pub fn place_behind(&self, seq: Seq, pos: Pos) -> Option<(Self, u32)> {
+        let size = self.size();
+        let from_head = (0..size).map(|i| (self.head + i) % size);
+        let Some(cell) = from_head.into_iter().find(|&cell| !self.is_used(cell)) else {
+            return self.place(seq, pos);
+        };
+        let mut after = self.clone();
+        after.leave(seq);
+        after.tails[seq.index()] = Some(Tail { cell, pos, rollback: 0, n_older: Some(0) });
+        Some((after, cell))
+    }
+
     /// The cells with these states alone, the first in cell 0.
     pub fn of_states(&self, states: &[(SeqSet, Pos)]) -> Self {
         let mut cells = Self::new(self.size(), self.n_rs_seq);

@@ -8,12 +8,13 @@ use super::geometry::{LayerTensor, RecurrentGeometry, RecurrentTensor};
 use crate::cells::SeqSet;
 use crate::error::{Error, Result};
 use crate::format::GgmlType;
+use crate::memory::ReadParams;
 use crate::memory::convert::{self, Convert};
 use crate::memory::geometry::mismatch;
 use crate::memory::kv_write::{Scope, count};
 use crate::state::{Input, Sink, Source};
 use crate::storage::{CellMap, Conversion, Plane, Region, Scatter, StateTensor, TensorLayout};
-use crate::types::{Pos, Seq};
+use crate::types::{Pos, PosRange, Seq};
 
 /// The only layout there is: states are rows.
 const S_TRANS: u32 = 0;
@@ -31,6 +32,8 @@ pub(crate) struct ReadState<'a> {
 #[derive(Debug)]
 pub(crate) struct RecurrentPlan<'a> {
     scope: Scope,
+    /// The last position that the state of a sequence has seen.
+    pub pos: Option<Pos>,
     /// The cells as they are then.
     after: RecurrentCells,
     /// The cells that the states take.
@@ -40,17 +43,19 @@ pub(crate) struct RecurrentPlan<'a> {
 }
 
 impl RecurrentCache {
-    /// Writes the section. A state with a pending rollback is the row of its rollback plane.
-    pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, scope: Scope) -> Result<()> {
+    /// Writes the section; of a sequence, its state at the end of `range`. A state before the newest is the row of its rollback
+    /// plane.
+    pub fn state_write<'a>(&'a self, sink: &mut impl Sink<'a>, scope: Scope, range: PosRange) -> Result<()> {
         let states = match scope {
             Scope::Whole => self.cells.states(),
             Scope::Seq(seq) => {
-                let held = |tail: Tail| HeldState {
-                    row: self.cells.row(tail),
-                    pos: tail.pos,
-                    seqs: SeqSet::of(seq),
+                let held = |tail: Tail| {
+                    let pos = range.last_up_to(tail.pos)?;
+                    let cut = if self.has_planes() { tail.pos.abs_diff(pos) } else { 0 };
+                    let tail = Tail { rollback: tail.rollback + cut, ..tail };
+                    Some(HeldState { row: self.cells.row(tail), pos, seqs: SeqSet::of(seq) })
                 };
-                self.cells.tail(seq).map(held).into_iter().collect()
+                self.cells.tail(seq).and_then(held).into_iter().collect()
             }
         };
         sink.write_u32(count(states.len())?)?;
@@ -81,23 +86,35 @@ impl RecurrentCache {
     }
 
     /// Finds a cell for a state. Changes nothing.
-    pub fn state_place<'a>(&self, read: ReadState<'a>, scope: Scope) -> Result<RecurrentPlan<'a>> {
+    pub fn state_place<'a>(&self, read: ReadState<'a>, params: ReadParams) -> Result<RecurrentPlan<'a>> {
         let ReadState { states, tensors } = read;
-        let (after, cells) = match (scope, &states[..]) {
-            (Scope::Seq(seq), []) => {
+        let ReadParams { scope, range, append, .. } = params;
+        let pos = states.first().filter(|_| scope != Scope::Whole).map(|&(_, pos)| pos);
+        // One without planes is as good as one of an earlier position.
+        let pos = if self.has_planes() { pos } else { pos.and_then(|pos| range.last_up_to(pos)) };
+        let pos = pos.filter(|&pos| pos >= range.p0);
+        let (after, cells) = match (scope, pos) {
+            (Scope::Seq(seq), None) => {
                 let mut after = self.cells.clone();
-                after.leave(seq);
+                if !append {
+                    after.leave(seq);
+                }
                 (after, Vec::new())
             }
-            (Scope::Seq(seq), &[(_, pos), ..]) => {
-                let found = self.cells.place(seq, pos);
+            (Scope::Seq(seq), Some(pos)) => {
+                let tail = self.cells.tail(seq).filter(|_| append);
+                if let Some(Tail { pos: pos_max, .. }) = tail.filter(|tail| pos <= tail.pos) {
+                    return Err(Error::PositionsMeet { pos, pos_max, place: self.geometry.place() });
+                }
+                let found =
+                    if append { self.cells.place_behind(seq, pos) } else { self.cells.place(seq, pos) };
                 let (after, cell) = found.ok_or_else(|| self.geometry.no_space(1, 0))?;
                 (after, vec![cell])
             }
-            (Scope::Whole, states) => (self.cells.of_states(states), (0..count(states.len())?).collect()),
+            (Scope::Whole, _) => (self.cells.of_states(&states), (0..count(states.len())?).collect()),
         };
         let map = CellMap::of_cells(&cells)?;
-        Ok(RecurrentPlan { scope, after, cells, map, tensors })
+        Ok(RecurrentPlan { scope, pos, after, cells, map, tensors })
     }
 
     /// Whether the state takes a cell that holds something, the destination's own included.

@@ -11,9 +11,9 @@ use crate::format::{
     Checkpoint, DraftState, FileKind, Identity, Integrity, SEQ_BLOB_HEADER_LEN, read_seq_blob_header,
 };
 use crate::memory::MemoryPlan;
-use crate::session::StateFile;
+use crate::session::{StateFile, failed_restore};
 use crate::state::Input;
-use crate::types::{Seq, SeqId, Token};
+use crate::types::{PosRange, Seq, SeqId, Token};
 
 const NOTHING_COMPARED: &str = "the file has no identity and no checksums: nothing was compared";
 
@@ -31,27 +31,14 @@ struct Expected<'a> {
     identity: &'a Identity,
     verify: Verify,
     unrecorded: Unrecorded,
-}
-
-/// A restore that can be done.
-struct Restore<'a> {
-    plan: MemoryPlan<'a>,
-    /// Cells that hold something are overwritten.
-    overwrites: bool,
-    /// What is converted, in words.
-    converted: Vec<String>,
-}
-
-impl<'a> Restore<'a> {
-    fn new(plan: MemoryPlan<'a>, context: &Context) -> Self {
-        let overwrites = context.memory.state_overwrites(&plan);
-        Self { overwrites, converted: context.memory.state_notes(&plan), plan }
-    }
+    /// The positions that are wanted.
+    range: PosRange,
 }
 
 /// A restore of the draft's sequence that can be done.
 struct DraftRestore<'a> {
-    restore: Restore<'a>,
+    file: &'a StateFile,
+    plan: MemoryPlan<'a>,
     /// Bytes of the state.
     bytes: u64,
     /// State of the driver, if it stands beside the draft's.
@@ -83,20 +70,19 @@ impl Context {
         params: SlotLoadParams<'_>,
         unrecorded: Unrecorded,
     ) -> Result<LoadedSlot> {
-        let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify } = params;
+        let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify, p1 } = params;
+        let range = PosRange { p0: 0, p1: p1.map_or(i64::MAX, i64::from) };
         let seq = self.seq(dest)?;
         let mut draft = draft.map(|(context, seq_id)| Ok((context.seq(seq_id)?, context))).transpose()?;
         let file = StateFile::open(path, FileKind::Sequence, n_token_capacity)?;
-        let expected = Expected { identity: &identity, verify, unrecorded };
-        let failed = |error| Error::Restore {
-            kind: FileKind::Sequence.restored(),
-            source: Box::new(file.failed(error)),
-        };
+        let expected = Expected { identity: &identity, verify, unrecorded, range };
+        let failed = |error| failed_restore(&file, FileKind::Sequence, error);
 
         let mut notes = Vec::new();
-        let (restore, appendices) = self.read_slot(&file, seq, &expected, &mut notes).map_err(failed)?;
-        let state_end = restore.plan.end.offset();
+        let (plan, mut appendices) = self.read_slot(&file, seq, &expected, &mut notes).map_err(failed)?;
+        let (state_end, kept) = (plan.end.offset(), plan.kept());
         let n_checkpoints_in_file = appendices.checkpoints.len();
+        leave_out_behind(range, &mut appendices.checkpoints, &mut notes);
         let checkpoints = read_checkpoints(&file, &appendices.checkpoints, n_ctx_checkpoints, &mut notes);
         let mut driver = read_driver(&file, appendices.draft.as_ref(), &mut notes);
         let blob = appendices.draft.map(|state| state.draft).filter(|blob| !blob.is_empty());
@@ -104,7 +90,7 @@ impl Context {
         let draft_restore = {
             let draft = draft.as_ref().map(|(seq, context)| (*seq, &**context));
             match (blob, &sidecar) {
-                (Some(blob), _) => plan_draft(&file, blob, draft).map(Some),
+                (Some(blob), _) => plan_draft(&file, blob, range, draft).map(Some),
                 (None, Some(Ok(sidecar))) => {
                     plan_sidecar(sidecar, file.tokens(), draft, &expected, &mut notes).map(Some)
                 }
@@ -113,19 +99,17 @@ impl Context {
             }
         };
 
-        if restore.overwrites {
-            file.warm(file.state_start()..state_end, self.progress.as_mut()).map_err(failed)?;
-        }
-        self.commit_file_state(&restore.plan, !restore.overwrites).map_err(failed)?;
+        self.commit_file(&file, &plan).map_err(failed)?;
 
-        let mut converted = restore.converted.clone();
+        let mut converted = self.memory.state_notes(&plan);
         let outcome = match (draft_restore, &mut draft) {
-            (Ok(Some(DraftRestore { restore, bytes, driver: beside })), Some((_, context))) => {
-                driver = beside.or(driver);
-                match context.commit_file_state(&restore.plan, !restore.overwrites) {
+            (Ok(Some(restore)), Some((_, context))) => {
+                driver = restore.driver.or(driver);
+                let of_draft = context.memory.state_notes(&restore.plan);
+                match context.commit_file(restore.file, &restore.plan) {
                     Ok(()) => {
-                        converted.extend(restore.converted.iter().map(|line| format!("draft, {line}")));
-                        DraftOutcome::Restored(bytes)
+                        converted.extend(of_draft.into_iter().map(|line| format!("draft, {line}")));
+                        DraftOutcome::Restored(restore.bytes)
                     }
                     Err(error) => DraftOutcome::Dropped(file.failed(error).to_string()),
                 }
@@ -148,9 +132,10 @@ impl Context {
             Some(Integrity { identity, .. }) => (verify, identity),
             None => (Verify::None, Identity::default()),
         };
-        drop(restore);
+        drop(plan);
         Ok(LoadedSlot {
             tokens: file.into_tokens(),
+            kept,
             target_bytes,
             checkpoints,
             n_checkpoints_in_file,
@@ -169,7 +154,7 @@ impl Context {
         seq: Seq,
         expected: &Expected<'_>,
         notes: &mut Vec<String>,
-    ) -> Result<(Restore<'f>, Appendices)> {
+    ) -> Result<(MemoryPlan<'f>, Appendices)> {
         let check = |integrity: &Integrity, notes: &mut Vec<String>| {
             identity::check(integrity, expected.identity, self, notes)?;
             verify_state(file, integrity, expected.verify)
@@ -178,7 +163,7 @@ impl Context {
         if let Some(integrity) = &integrity {
             check(integrity, notes)?;
         }
-        let plan = self.plan_file_state(file.source(), Some(seq))?;
+        let plan = self.plan_file_range(file.source(), seq, expected.range, false)?;
         let state_end = plan.end.offset();
         let mut appendices = Appendices::default();
         if integrity.is_none() {
@@ -196,7 +181,7 @@ impl Context {
         if let Some(integrity) = integrity {
             appendices = Appendices::listed(file, state_end, integrity, expected.verify, notes)?;
         }
-        Ok((Restore::new(plan, self), appendices))
+        Ok((plan, appendices))
     }
 }
 
@@ -217,23 +202,20 @@ fn no_draft_context() -> Error {
 fn plan_draft<'f>(
     file: &'f StateFile,
     blob: Range<u64>,
+    range: PosRange,
     draft: Option<(Seq, &Context)>,
 ) -> Result<DraftRestore<'f>, String> {
     let plan = || {
         let (seq, context) = draft.ok_or_else(no_draft_context)?;
         let bytes = blob.end - blob.start;
-        let mut source = file.part(blob.clone());
+        let mut source = file.part(blob);
         read_seq_blob_header(&mut source)?;
-        let plan = context.plan_file_state(source, Some(seq))?;
+        let plan = context.plan_file_range(source, seq, range, false)?;
         let left = plan.end.left();
         if left > 0 {
             return Err(Error::corrupt("bytes behind the draft state", left, "none"));
         }
-        let restore = Restore::new(plan, context);
-        if restore.overwrites {
-            file.warm(blob, None)?;
-        }
-        Ok(DraftRestore { restore, bytes, driver: None })
+        Ok(DraftRestore { file, plan, bytes, driver: None })
     };
     plan().map_err(|error| file.failed(error).to_string())
 }
@@ -260,18 +242,27 @@ fn plan_sidecar<'f>(
             ));
         }
         let mut of_sidecar = Vec::new();
-        let (restore, appendices) = context.read_slot(sidecar, seq, expected, &mut of_sidecar)?;
+        let (plan, appendices) = context.read_slot(sidecar, seq, expected, &mut of_sidecar)?;
         let driver = read_driver(sidecar, appendices.draft.as_ref(), &mut of_sidecar);
         notes.extend(of_sidecar.into_iter().map(|note| format!("sidecar: {note}")));
-        let state = sidecar.state_start()..restore.plan.end.offset();
         // As many as in an appendix, where it is a blob.
-        let bytes = SEQ_BLOB_HEADER_LEN + (state.end - state.start);
-        if restore.overwrites {
-            sidecar.warm(state, None)?;
-        }
-        Ok(DraftRestore { restore, bytes, driver })
+        let bytes = SEQ_BLOB_HEADER_LEN + (plan.end.offset() - sidecar.state_start());
+        Ok(DraftRestore { file: sidecar, plan, bytes, driver })
     };
     plan().map_err(|error| format!("sidecar {}: {}", sidecar.path().display(), sidecar.failed(error)))
+}
+
+/// Checkpoints that have seen positions that were cut off.
+fn leave_out_behind(range: PosRange, checkpoints: &mut Vec<Checkpoint<Range<u64>>>, notes: &mut Vec<String>) {
+    let n = checkpoints.len();
+    checkpoints.retain(|checkpoint| i64::from(checkpoint.span.pos_max()) < range.p1);
+    if checkpoints.len() < n {
+        let n_behind = n - checkpoints.len();
+        notes.push(format!(
+            "{n_behind} of {n} checkpoints are left out: they reach position {} or further",
+            range.p1
+        ));
+    }
 }
 
 fn read_blob(file: &StateFile, range: &Range<u64>) -> Result<Vec<u8>> {

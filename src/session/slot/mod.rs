@@ -16,7 +16,8 @@ use super::temporary::is_temporary;
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Identity};
-use crate::types::{SeqId, Token};
+use crate::memory::Kept;
+use crate::types::{Pos, SeqId, Token};
 
 pub use snapshot::SlotSnapshot;
 
@@ -65,8 +66,11 @@ pub struct SlotLoadParams<'a> {
     /// Whose state it has to be. The model is compared where both sides say it, the salt always; a file that says nothing of
     /// either is loaded, and noted.
     pub identity: Identity,
-    /// What is verified.
+    /// What is verified. [`Verify::Full`] reads all of the file, whatever is wanted of it.
     pub verify: Verify,
+    /// Only positions below this one are restored, of the target and of the draft: a prompt without its reply. Checkpoints that
+    /// have seen others are left out, and so is the state of the speculative driver, if anything is.
+    pub p1: Option<Pos>,
 }
 
 impl Default for SlotLoadParams<'_> {
@@ -77,6 +81,7 @@ impl Default for SlotLoadParams<'_> {
             draft: None,
             identity: Identity::default(),
             verify: Verify::default(),
+            p1: None,
         }
     }
 }
@@ -97,7 +102,9 @@ pub enum DraftOutcome {
 pub struct LoadedSlot {
     /// The token field.
     pub tokens: Vec<Token>,
-    /// Bytes of the target's memory state.
+    /// What was restored of the target's state.
+    pub kept: Kept,
+    /// Bytes of the target's memory state in the file.
     pub target_bytes: u64,
     /// The checkpoints that were kept, oldest first.
     pub checkpoints: Vec<Checkpoint<Vec<u8>>>,
