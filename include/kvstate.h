@@ -541,6 +541,9 @@ typedef struct kvs_context_params {
     // 1: a saved file is renamed into place without waiting for the disk, as llama.cpp writes its own. It survives a
     // crash of the process all the same; after one of the machine it may be damaged. By default 0.
     uint32_t unsynced_files;
+    // 1: states of other types, or of another rotation (n_rot_k, n_rot_v), are converted to those of the cache, which rounds:
+    // docs/semantics.md. 0 (by default): they are refused. V is turned from rows to channels (v_trans) and back in any case.
+    uint32_t convert_types;
     // Pinned staging buffers between host and CUDA devices, 2 to 64; 0 (by default): 4.
     uint32_t n_staging;
     // Bytes of one staging buffer; 0 (by default): 32 MiB. A buffer is no larger than the cache is on devices, and no smaller
@@ -953,6 +956,8 @@ typedef struct kvs_kv_view {
     int (*clear)(void *user, kvs_seq_id seq);
     // KVS_LEGACY_ROTATION_*, for a reader of files older than version 4.
     uint32_t legacy_rotation;
+    // 1: a reader converts K and V of other types or of another rotation, which rounds; 0: it refuses them.
+    uint32_t convert_types;
 } kvs_kv_view;
 
 // Where a state's bytes go to or come from in turns (llama_io_write_i, llama_io_read_i). Fill with kvs_io_init

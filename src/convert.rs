@@ -8,7 +8,9 @@ use crate::format::{Checkpoint, GgmlType, StateVersion, Tag};
 use crate::inspect::{
     self, Basis, DataHeader, Description, Inspected, Kind, Section, Shape, State, Stream, Tensor,
 };
-use crate::memory::{KvParams, LayerParams, LegacyRotation, RecurrentParams, SectionParams, TensorParams};
+use crate::memory::{
+    KvParams, LayerParams, LegacyRotation, RecurrentLayerParams, RecurrentParams, SectionParams, TensorParams,
+};
 use crate::session::{DraftOutcome, SlotContents, SlotLoadParams, Verify};
 use crate::types::{MAX_SEQ, StateFlags};
 
@@ -260,7 +262,7 @@ fn layers(stream: &Stream) -> Result<Vec<LayerParams>> {
 
 fn recurrent(section: &Section, n_layer: u32) -> Result<RecurrentParams> {
     let mut params = RecurrentParams::default();
-    params.layers.resize(n_layer as usize, Default::default());
+    params.layers.resize(n_layer as usize, RecurrentLayerParams::default());
     let mut next = [0; 2];
     for tensor in section.streams.iter().flat_map(|stream| &stream.tensors) {
         let next = &mut next[usize::from(tensor.tag != R && tensor.tag != P)];

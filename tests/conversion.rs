@@ -36,24 +36,25 @@ fn element(layer: u32, cell: u32, channel: u32) -> [u8; 2] {
 /// The state of positions `0..n_cells`, of V in rows or in channels, written down by hand.
 fn state(n_cells: u32, n_embd: u32, v_trans: bool) -> Vec<u8> {
     let mut out: Vec<u8> = Vec::new();
-    let word = |out: &mut Vec<u8>, word: u32| out.extend(word.to_le_bytes());
-    [0xaf14_3cd8, 0, 1, n_cells].map(|x| word(&mut out, x));
+    let words =
+        |out: &mut Vec<u8>, words: &[u32]| words.iter().for_each(|word| out.extend(word.to_le_bytes()));
+    words(&mut out, &[0xaf14_3cd8, 0, 1, n_cells]);
     for pos in 0..n_cells {
-        [pos, 1, 0].map(|x| word(&mut out, x));
+        words(&mut out, &[pos, 1, 0]);
     }
-    [u32::from(v_trans), N_LAYER, 0, 0].map(|x| word(&mut out, x));
+    words(&mut out, &[u32::from(v_trans), N_LAYER, 0, 0]);
     for layer in 0..N_LAYER {
-        [1, 2 * n_embd, 0].map(|x| word(&mut out, x));
+        words(&mut out, &[1, 2 * n_embd, 0]);
         let cells = (0..n_cells).flat_map(|cell| (0..n_embd).map(move |channel| (cell, channel)));
         cells.for_each(|(cell, channel)| out.extend(element(layer, cell, channel)));
     }
     for layer in N_LAYER..2 * N_LAYER {
         if v_trans {
-            [1, 2, n_embd].map(|x| word(&mut out, x));
+            words(&mut out, &[1, 2, n_embd]);
             let channels = (0..n_embd).flat_map(|channel| (0..n_cells).map(move |cell| (cell, channel)));
             channels.for_each(|(cell, channel)| out.extend(element(layer, cell, channel)));
         } else {
-            [1, 2 * n_embd, 0].map(|x| word(&mut out, x));
+            words(&mut out, &[1, 2 * n_embd, 0]);
             let cells = (0..n_cells).flat_map(|cell| (0..n_embd).map(move |channel| (cell, channel)));
             cells.for_each(|(cell, channel)| out.extend(element(layer, cell, channel)));
         }

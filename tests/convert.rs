@@ -7,7 +7,7 @@ mod place;
 use std::fs;
 use std::path::Path;
 
-use common::{Fixture, assert_same_bytes, fixtures, seq_state};
+use common::{Fixture, SEQUENCE, assert_same_bytes, file_bytes, fixtures, seq_state};
 use kvstate::convert::{ConvertParams, Converted, convert};
 use kvstate::format::{Checkpoint, CheckpointSpan, GgmlType, Identity};
 use kvstate::inspect::{Inspected, inspect};
@@ -54,10 +54,11 @@ fn a_file_of_llama_cpp_turned_and_turned_back_is_the_file() {
         converted(&path, &there, &way(!is_transposed)).unwrap_or_else(|e| panic!("{}: {e}", f.name));
         converted(&there, &back, &way(is_transposed)).unwrap();
         assert_same_bytes(&fs::read(&back).unwrap(), &fs::read(&path).unwrap(), &f.name);
-        assert_ne!(fs::read(&there).unwrap(), fs::read(&back).unwrap(), "{}", f.name);
+        let is_turned = fs::read(&there).unwrap() != fs::read(&back).unwrap();
+        assert!(is_turned || f.sidecar.memory == "llama_memory_recurrent", "{}", f.name);
         n += 1;
     }
-    assert!(n > 3, "{n} fixtures");
+    assert!(n > 1, "{n} fixtures");
 }
 
 #[test]
@@ -78,9 +79,9 @@ fn an_old_file_becomes_one_of_the_newest_version() {
     let mut n = 0;
     for f in slots(|f| f.version() < 4 && f.sidecar.kv_unified && f.rotation().is_none()) {
         let path = f.path("slot").unwrap();
-        let Some(twin) = f.twin_of(&path) else { continue };
         converted(&path, &out, &ConvertParams::default()).unwrap_or_else(|e| panic!("{}: {e}", f.name));
-        assert_same_bytes(&fs::read(&out).unwrap(), &fs::read(twin).unwrap(), &f.name);
+        let want = file_bytes(SEQUENCE, 4, &f.sidecar.tokens, &f.as_version_4()[8..]);
+        assert_same_bytes(&fs::read(&out).unwrap(), &want, &f.name);
         n += 1;
     }
     assert!(n > 0, "no fixture");
@@ -100,7 +101,7 @@ fn target_draft_and_checkpoints_of_a_slot_file_are_converted_and_the_rest_stays(
     let (mut target, mut draft) = (loaded(), loaded());
     let partial = seq_state(&mut target, 0, PARTIAL);
     let identity = Identity { model: b"gemma".to_vec(), salt: b"salt".to_vec(), metadata: b"meta".to_vec() };
-    let span = CheckpointSpan { n_tokens: 64, pos_min: 0, pos_max: 63 };
+    let span = CheckpointSpan::new(64, 0, 63).unwrap();
     let contents = SlotContents {
         tokens: &[7; 64],
         checkpoints: vec![Checkpoint { span, target: &partial[..], draft: &[], driver: b"then" }],
@@ -149,7 +150,7 @@ fn what_cannot_be_converted_is_refused_and_the_old_file_stands() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
     fs::write(&out, b"old").unwrap();
-    let quantized = fixture("tiny2x64_kq8_0_vq8_0_n64_none").path("slot").unwrap();
+    let quantized = slots(|f| f.version() == 4 && f.name.contains("vq8_0")).remove(0).path("slot").unwrap();
     let plain = fixture("tiny2x64_kf16_vf16_n64_none");
     let table = [
         (quantized, TURNED, "kv.v_trans: V of layer 0 is 8 (q8_0), and quantised V cannot be transposed"),

@@ -1,5 +1,6 @@
 //! States of other types, and of another rotation: refused by name, or converted within bounds.
 #![allow(missing_docs, reason = "a test")]
+#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "small numbers")]
 
 mod common;
 mod place;
@@ -67,10 +68,11 @@ fn decoded(ggml_type: GgmlType, rows: &[u8]) -> Vec<f32> {
 fn state(kind: Kind, values: &[f32]) -> Vec<u8> {
     let n_cells = u32::try_from(values.len()).unwrap() / N_EMBD;
     let mut out: Vec<u8> = Vec::new();
-    let word = |out: &mut Vec<u8>, word: u32| out.extend(word.to_le_bytes());
-    [0xaf14_3cd8, 0, 1, n_cells].map(|x| word(&mut out, x));
-    (0..n_cells).for_each(|pos| [pos, 1, 0].into_iter().for_each(|x| word(&mut out, x)));
-    [0, 2, kind.n_rot_k, kind.n_rot_v].map(|x| word(&mut out, x));
+    let words =
+        |out: &mut Vec<u8>, words: &[u32]| words.iter().for_each(|word| out.extend(word.to_le_bytes()));
+    words(&mut out, &[0xaf14_3cd8, 0, 1, n_cells]);
+    (0..n_cells).for_each(|pos| words(&mut out, &[pos, 1, 0]));
+    words(&mut out, &[0, 2, kind.n_rot_k, kind.n_rot_v]);
     for ggml_type in [kind.k, kind.k, kind.v, kind.v] {
         out.extend(ggml_type.as_i32().to_le_bytes());
         out.extend(ggml_type.row_size(N_EMBD).unwrap().to_le_bytes());
@@ -96,7 +98,7 @@ fn wave(n_cells: usize) -> Vec<f32> {
 
 /// The orthonormal Walsh-Hadamard transform by its definition.
 fn hadamard(x: &[f32], n: usize) -> Vec<f32> {
-    let sign = |i: usize, j: usize| if (i & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+    let sign = |i: usize, j: usize| if (i & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
     let block = |x: &[f32]| -> Vec<f32> {
         let sum = |i: usize| (0..n).map(|j| f64::from(x[j]) * sign(i, j)).sum::<f64>();
         (0..n).map(|i| (sum(i) / (n as f64).sqrt()) as f32).collect()

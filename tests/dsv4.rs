@@ -358,7 +358,8 @@ fn states_that_do_not_fit_are_refused_by_name() {
     refused(k + 12, 3, "mismatched layer count: the state has 3, the cache 2 (section dsv4, csa)");
     refused(k + 16, 2, "mismatched layer: the state has 2, the cache 1 (section dsv4, csa)");
     let of = "(section dsv4, csa k of layer 1)";
-    refused(k + 20, 0, &format!("mismatched type: the state has 0 (f32), the cache 1 (f16) {of}"));
+    let allowed = "(section dsv4, csa k of layer 1; convert_types allows it)";
+    refused(k + 20, 0, &format!("mismatched type: the state has 0 (f32), the cache 1 (f16) {allowed}"));
     refused(k + 24, 5, &format!("mismatched width: the state has 5, the cache 6 {of}"));
     refused(k + 32, 3, &format!("mismatched rows: the state has 3, the cache 4 {of}"));
     refused(k + 40, 4, &format!("mismatched row size: the state has 4, the cache 12 {of}"));

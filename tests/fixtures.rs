@@ -484,7 +484,7 @@ fn an_old_file_stated_plain_is_refused_by_a_rotated_cache() {
         assert_eq!(
             text,
             "failed to restore sequence state: incompatible key rotation: \
-             the state has no rotation (stated), the cache 64 (section kv)",
+             the state has no rotation (stated), the cache 64 (section kv; convert_types allows it)",
             "{}",
             f.name
         );
@@ -500,7 +500,7 @@ fn an_old_file_stated_rotated_is_refused_by_a_plain_cache() {
         assert_eq!(
             text,
             "failed to restore sequence state: incompatible key rotation: \
-             the state has a rotation (stated), the cache 0 (section kv)",
+             the state has a rotation (stated), the cache 0 (section kv; convert_types allows it)",
             "{}",
             f.name
         );
@@ -517,7 +517,7 @@ fn a_version_4_state_of_another_rotation_is_refused() {
             new(params, f).state_seq_set_data(&f.blob().unwrap(), f.sidecar.seq_id, NONE).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "incompatible key rotation: the state has 64, the cache 0 (section kv)",
+            "incompatible key rotation: the state has 64, the cache 0 (section kv; convert_types allows it)",
             "{}",
             f.name
         );

@@ -186,6 +186,7 @@ class _ContextParams(C.Structure):
         ("shift_by_engine", C.c_uint32),
         ("max_masked_cells", C.c_uint32),
         ("unsynced_files", C.c_uint32),
+        ("convert_types", C.c_uint32),
         ("n_staging", C.c_uint32),
         ("staging_size", C.c_uint64),
     ]

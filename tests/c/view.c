@@ -620,6 +620,7 @@ static void a_view_that_makes_no_sense_is_refused_by_field(void) {
     REFUSED(view.n_stream = 0, "view.n_stream: 0 with n_seq_max 3, it is 1 or as many");
     REFUSED(view.n_seq_max = 257, "n_seq_max: 257 is out of range [1, 256]");
     REFUSED(view.n_stream = view.n_seq_max = UINT32_MAX, "n_seq_max: 4294967295 is out of range [1, 256]");
+    REFUSED(view.convert_types = 2, "view.convert_types: 2");
     REFUSED(view.legacy_rotation = 3, "legacy_rotation: 3 is no KVS_LEGACY_ROTATION_*");
     REFUSED(view.swa_type = 4, "view.swa_type: 4, it is 0 to 3");
     REFUSED(view.swa_type = KVS_SWA_TYPE_STANDARD, "view.n_swa: 0, a sliding window has a size");
@@ -780,6 +781,8 @@ static void damaged_bytes_are_refused_by_the_plan_and_change_nothing(void) {
     c.k_plane.ggml_type = KVS_TYPE_BF16;
     kvs_state_reader *reader = reader_of(s, 1);
     FAILS(plan(reader, view), KVS_STATUS_MISMATCH, KVS_STATUS_MISMATCH, "mismatched key type: the state has 1 (f16), the cache 30 (bf16)");
+    view.convert_types = 1;
+    CHECK(plan(reader, view) == KVS_STATUS_OK);
     kvs_state_reader_free(reader);
     check_same(&before);
     free(s.data);

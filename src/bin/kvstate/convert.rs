@@ -21,7 +21,7 @@ pub struct Convert {
     /// 1: V is transposed, as without flash attention; 0: it is not
     #[arg(long, value_name = "0|1", value_parser = clap::value_parser!(u8).range(0..=1))]
     v_trans: Option<u8>,
-    /// Type of K: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl
+    /// Type of K, by ggml's name: `f32`, `f16`, `bf16`, `q8_0`, `q4_0`, `q4_1`, `q5_0`, `q5_1`, `iq4_nl`
     #[arg(long, value_name = "TYPE", value_parser = ggml_type)]
     type_k: Option<GgmlType>,
     /// Type of V
@@ -65,8 +65,8 @@ impl Convert {
         };
         let inspected = Inspected { input: &input, description: &description };
         let converted = convert(&self.file, inspected, &self.output, &params).map_err(of_file(&self.file))?;
-        let mut text = format!("{}: {} bytes\n", self.output.display(), converted.bytes);
-        converted.notes.iter().for_each(|note| text += &format!("  {note}\n"));
+        let notes: Vec<_> = converted.notes.iter().map(|note| format!("  {note}\n")).collect();
+        let text = format!("{}: {} bytes\n{}", self.output.display(), converted.bytes, notes.concat());
         print(&text)?;
         Ok(Found::Fine)
     }
