@@ -9,7 +9,7 @@ LIBS := -lpthread -ldl -lm
 LLAMA_CPP_DIR ?= $(CURDIR)/target/llama.cpp
 export LLAMA_CPP_DIR
 
-.PHONY: demo test test-llama-server header fixture-table bench bench-quick bench-device bench-llama bench-llama-quick llama-cpp clean
+.PHONY: demo test test-llama-server header fixture-table bench bench-quick bench-device bench-llama bench-llama-quick restart-figures llama-cpp clean
 
 # A server's day: prompt, checkpoints, edit, slot file, second process; and a slot file of a real llama.cpp.
 demo: build/demo
@@ -38,6 +38,10 @@ header:
 # Writes what becomes of each fixture, and the table of the README.
 fixture-table:
 	KVSTATE_WRITE_FIXTURES=1 cargo test --quiet --test fixture_table
+
+# Writes what the next turn costs after a restart into the README; minutes.
+restart-figures:
+	KVSTATE_WRITE_FIGURES=1 cargo test --quiet --release --test next_turn
 
 # The table of docs/performance.md, then criterion; ten minutes, 5 GiB of memory and 1 GiB below TMPDIR.
 bench:

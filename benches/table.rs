@@ -1,7 +1,7 @@
 //! The host's figures as Markdown: `make bench`, or `cargo bench --bench table`.
 //!
-//! `-- --write docs/performance.md` replaces what stands there below the marker; `-- --quick` takes 64 MiB and three
-//! pairs, to see that everything runs.
+//! `-- --write docs/performance.md` replaces what stands there below the marker, with `--hybrid` or `--slots` that section alone;
+//! `-- --quick` takes 64 MiB and three pairs, to see that everything runs.
 
 mod common;
 
@@ -14,8 +14,10 @@ use std::time::Duration;
 use kvstate::format::GgmlType;
 use kvstate::memory::KvParams;
 
+use common::figures::{Spread, gb_per_s, human, marked, median, repeat};
 use common::hybrid::Hybrid;
 use common::resident::{Peak, peak_of};
+use common::slot_files;
 use common::{Case, FREE_SEQ, Layout, Pair, decode, fitting, limits, rows, timed, transposed};
 
 const MARKER: &str = "<!-- made by benches/table.rs -->";
@@ -26,10 +28,22 @@ type Call<T = Case> = fn(&mut T) -> Duration;
 /// The two columns of every row.
 const THREADS: [usize; 2] = [1, 2];
 
+/// A section of the page that can be made alone.
+struct Section {
+    option: &'static str,
+    title: &'static str,
+    make: fn(&Options) -> String,
+}
+
+const ALONE: [Section; 2] = [
+    Section { option: "--hybrid", title: "A checkpoint of a hybrid", make: hybrid },
+    Section { option: "--slots", title: "Slot files", make: slots },
+];
+
 struct Options {
     quick: bool,
-    /// Nothing but the checkpoint of a hybrid.
-    hybrid: bool,
+    /// Nothing but this section.
+    only: Option<&'static Section>,
     /// Nothing but the peaks of memory: what the bench asks of a process of its own.
     memory: bool,
     write: Option<PathBuf>,
@@ -37,16 +51,20 @@ struct Options {
 
 impl Options {
     fn parse() -> Result<Self, String> {
-        let mut options = Self { quick: false, hybrid: false, memory: false, write: None };
+        let mut options = Self { quick: false, only: None, memory: false, write: None };
         let mut args = std::env::args().skip(1);
         while let Some(arg) = args.next() {
             match arg.as_str() {
                 "--bench" => {} // from cargo
                 "--quick" => options.quick = true,
-                "--hybrid" => options.hybrid = true,
                 "--memory" => options.memory = true,
                 "--write" => options.write = Some(args.next().ok_or("--write: a file is missing")?.into()),
-                _ => return Err(format!("{arg}: possible are --quick, --hybrid and --write FILE")),
+                _ => {
+                    let section = ALONE.iter().find(|section| section.option == arg);
+                    let unknown =
+                        || format!("{arg}: possible are --quick, --hybrid, --slots and --write FILE");
+                    options.only = Some(section.ok_or_else(unknown)?);
+                }
             }
         }
         if options.quick && options.write.is_some() {
@@ -62,22 +80,6 @@ impl Options {
 
     fn n_pairs(&self) -> usize {
         if self.quick { 3 } else { 11 }
-    }
-}
-
-/// Median and quartiles.
-#[derive(Clone, Copy)]
-struct Spread {
-    low: f64,
-    median: f64,
-    high: f64,
-}
-
-impl Spread {
-    fn of(mut values: Vec<f64>) -> Self {
-        values.sort_unstable_by(f64::total_cmp);
-        let n = values.len();
-        Self { low: values[n / 4], median: values[n / 2], high: values[n - 1 - n / 4] }
     }
 }
 
@@ -110,35 +112,6 @@ impl Row {
         let [one, two] = at_least;
         Self { work, llama, at_least: format!("{one:.2} / {two:.2}"), here, gb_per_s: Some(gb_per_s) }
     }
-}
-
-/// A figure that misses what it should reach is marked.
-fn marked(figure: &str, is_reached: bool) -> String {
-    if is_reached { figure.to_owned() } else { format!("**{figure} missed**") }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "a figure to read")]
-fn gb_per_s(bytes: usize, times: impl Iterator<Item = Duration>) -> f64 {
-    bytes as f64 / Spread::of(times.map(|time| time.as_secs_f64()).collect()).median / 1e9
-}
-
-fn human(time: f64) -> String {
-    match time {
-        t if t < 1e-6 => format!("{:.0} ns", t * 1e9),
-        t if t < 1e-3 => format!("{:.1} us", t * 1e6),
-        t if t < 1.0 => format!("{:.1} ms", t * 1e3),
-        t => format!("{t:.2} s"),
-    }
-}
-
-fn median(times: Vec<Duration>) -> f64 {
-    Spread::of(times.into_iter().map(|time| time.as_secs_f64()).collect()).median
-}
-
-/// Calls once untimed, then `n` times.
-fn repeat<T>(n: usize, mut call: impl FnMut() -> T) -> Vec<T> {
-    call();
-    (0..n).map(|_| call()).collect()
 }
 
 /// What is asked of one layout of one kind of V, and what llama.cpp gave (`get_data`, `set_data`).
@@ -217,6 +190,12 @@ fn measure_files(options: &Options, threads: usize) -> (usize, Vec<Pair>, Vec<Pa
     case.save_file_alone();
     let loads = repeat(options.n_pairs(), || case.load_file());
     (case.state.len(), saves, loads)
+}
+
+/// Of a quarter of the tokens, as in [`measure_files`].
+fn slots(options: &Options) -> String {
+    let n_rounds = if options.quick { 3 } else { 21 };
+    format!("{}\n\n{}", machine(), slot_files::tables(options.n_tokens() / 4, n_rounds))
 }
 
 fn kind(is_transposed: bool) -> &'static str {
@@ -477,42 +456,53 @@ fn limits(options: &Options) -> String {
 fn report(options: &Options) -> Result<String, String> {
     Ok(format!(
         "{}\n\n## Speed\n\n{}\n## Limits\n\n{}\n## A sequence in a large cache\n\n{}\n\
-         ## A checkpoint of a hybrid\n\n{}\n## Peak extra memory\n\n{}",
+         ## A checkpoint of a hybrid\n\n{}\n## Slot files\n\n{}\n## Peak extra memory\n\n{}",
         machine(),
         table(options),
         limits(options),
         flatness(options),
         hybrid(options),
+        slots(options),
         memory_of_a_new_process(options)?
     ))
 }
 
-/// `page` with `report` in place of what is below the marker.
-fn replaced(page: &str, report: &str) -> Result<String, String> {
-    let (above, _) = page.split_once(MARKER).ok_or_else(|| format!("the marker {MARKER} is not there"))?;
-    Ok(format!("{above}{MARKER}\n\n{report}"))
+/// `page` with `report` in place of what is below the marker, or below the title of `only` there.
+fn replaced(page: &str, only: Option<&Section>, report: &str) -> Result<String, String> {
+    let split = |text: &'_ str, at: &str| -> Result<[String; 2], String> {
+        let (above, below) = text.split_once(at).ok_or_else(|| format!("{at:?} is not there"))?;
+        Ok([format!("{above}{at}"), below.to_owned()])
+    };
+    let [above, below] = split(page, MARKER)?;
+    let Some(section) = only else { return Ok(format!("{above}\n\n{report}")) };
+    let [before, old] = split(&below, &format!("\n## {}\n", section.title))?;
+    let after = old.find("\n## ").map_or("", |at| &old[at..]);
+    Ok(format!("{above}{before}\n{report}{after}"))
 }
 
 fn run() -> Result<(), String> {
     let options = Options::parse()?;
-    if options.hybrid {
-        print!("{}", hybrid(&options));
-        return Ok(());
-    }
     if options.memory {
         print!("{}", memory(&options));
         return Ok(());
     }
-    let Some(path) = &options.write else {
-        print!("{}", report(&options)?);
-        return Ok(());
+    let page = match &options.write {
+        None => None,
+        Some(path) => {
+            let named = |error: String| format!("{}: {error}", path.display());
+            let page = fs::read_to_string(path).map_err(|error| named(error.to_string()))?;
+            replaced(&page, options.only, "").map_err(named)?; // rather now than after minutes
+            Some((path, page))
+        }
     };
-    let named = |error: String| format!("{}: {error}", path.display());
-    let page = fs::read_to_string(path).map_err(|error| named(error.to_string()))?;
-    replaced(&page, "").map_err(named)?; // rather now than after minutes
-    let report = report(&options)?;
+    let report = match options.only {
+        Some(section) => (section.make)(&options),
+        None => report(&options)?,
+    };
     print!("{report}");
-    fs::write(path, replaced(&page, &report).map_err(named)?).map_err(|error| named(error.to_string()))
+    let Some((path, page)) = page else { return Ok(()) };
+    fs::write(path, replaced(&page, options.only, &report)?)
+        .map_err(|error| format!("{}: {error}", path.display()))
 }
 
 fn main() -> ExitCode {

@@ -269,3 +269,38 @@ fn the_python_example_saves_restores_and_is_refused() {
     assert!(printed.contains("bytes, positions 0 to 2"), "{printed}");
     assert!(printed.contains("refused: truncated state"), "{printed}");
 }
+
+/// The cells of the line of a table that begins with `name`.
+fn line<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
+    let line = text.lines().find_map(|line| line.strip_prefix(&format!("| {name} |")));
+    line.unwrap_or_else(|| panic!("no line of {name}"))
+        .trim_end_matches('|')
+        .split('|')
+        .map(str::trim)
+        .collect()
+}
+
+/// What docs/performance.md says, where the bench writes it, is what the README says.
+#[test]
+fn the_figures_of_a_hybrid_are_those_of_the_bench() {
+    let [readme, page] =
+        ["README.md", "docs/performance.md"].map(|name| fs::read_to_string(repo(name)).expect(name));
+    let (_, made) = page.split_once("<!-- made by benches/table.rs -->").expect("the marker");
+    let section = |text: &str, title: &str| text.split_once(title).expect(title).1.to_owned();
+    let bench = section(made, "\n## A checkpoint of a hybrid\n");
+    let readme = section(&readme, "A partial checkpoint of a hybrid");
+
+    let lengths: Vec<_> = line(&readme, "tokens");
+    assert_eq!(lengths.len(), 3);
+    let lengths_of_bench: Vec<_> = line(&bench, "a partial checkpoint after");
+    let bytes = line(&readme, "bytes");
+    let times = line(&readme, "saved / restored");
+    let copies = line(&readme, "a plain copy of these bytes");
+    for i in 0..lengths.len() {
+        assert_eq!(format!("{} tokens", lengths[i]), lengths_of_bench[i]);
+        assert_eq!(bytes[i].replace(',', ""), line(&bench, "bytes")[i]);
+        let (saved, restored) = (line(&bench, "get_data")[i], line(&bench, "set_data")[i]);
+        assert_eq!(times[i], format!("{} / {restored}", saved.trim_end_matches(" ms")));
+        assert_eq!(copies[i], line(&bench, "a plain copy of it")[i]);
+    }
+}

@@ -144,7 +144,9 @@ fn a_process_killed_at_any_step_of_a_save_leaves_the_old_file_or_the_new_one_and
 fn a_process_killed_at_random_times_leaves_the_old_file_or_the_new_one() {
     let (dir, path, bytes) = numbers();
     let mut seen = [0, 0];
-    for round in 0..200_i32 {
+    // `KVSTATE_TEST_KILLS`: thousands of them, for a run of its own.
+    let n: i32 = std::env::var("KVSTATE_TEST_KILLS").map_or(200, |n| n.parse().expect("a number"));
+    for round in 0..n {
         let mut child = saver(&path, 1 + round % 2);
         // From 0 to 16 ms, evenly.
         let random = noise(&[round.into()], 2);
@@ -155,6 +157,7 @@ fn a_process_killed_at_random_times_leaves_the_old_file_or_the_new_one() {
         seen[usize::try_from(number_of(&path, &bytes)).unwrap() - 1] += 1;
         assert!(names(dir.path()).len() <= 2, "{:?}", names(dir.path()));
     }
+    println!("{n} kills left the first slot {} times, the second {} times", seen[0], seen[1]);
     assert!(seen[0] > 10 && seen[1] > 10, "killed before it saved: {seen:?}");
     save_number(&path, 1);
     assert_eq!(names(dir.path()), ["slot.bin"]);

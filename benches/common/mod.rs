@@ -4,9 +4,11 @@
 //! finds the same cells again.
 #![allow(dead_code, reason = "each bench uses a part")]
 
+pub mod figures;
 pub mod hybrid;
 pub mod limits;
 pub mod resident;
+pub mod slot_files;
 
 use std::fs::File;
 use std::hint::black_box;
@@ -100,8 +102,13 @@ pub fn fitting(kv: KvParams, owners: &[SeqId]) -> KvParams {
 
 /// A context with the cells of `owners` in use, from cell 0 on; files are not synced.
 pub fn filled(kv: KvParams, owners: &[SeqId], threads: usize) -> Context {
+    filled_with(kv, owners, threads, false)
+}
+
+/// The same; `sync_files` as it is said.
+pub fn filled_with(kv: KvParams, owners: &[SeqId], threads: usize, sync_files: bool) -> Context {
     let mut params =
-        ContextParams { shift: Shift::Engine, sync_files: false, ..ContextParams::new(65, vec![kv.into()]) };
+        ContextParams { shift: Shift::Engine, sync_files, ..ContextParams::new(65, vec![kv.into()]) };
     params.threads = Threads::new(threads);
     let mut context = Context::new(params).expect("memory for the cache");
     fill(&mut context, owners);

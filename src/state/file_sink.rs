@@ -161,7 +161,7 @@ impl<'w, W: Write> FileWriter<'w, W> {
         let (head, bytes) = bytes.split_at(missing);
         self.write(head)?;
         let (whole, tail) = bytes.split_at(bytes.len() - bytes.len() % CHUNK);
-        // What a checksum has read is still in the second-level cache when it is written.
+        // What was written is still in the second-level cache when its checksum is computed.
         let step = if self.checksum.is_some() { CHUNK } else { BORROW_MAX };
         whole.chunks(step).try_for_each(|bytes| self.send_borrowed(bytes))?;
         self.write(tail)
@@ -202,10 +202,11 @@ impl<'w, W: Write> FileWriter<'w, W> {
 
     /// Writes whole chunks from where they lie; the buffer is empty.
     fn send_borrowed(&mut self, bytes: &[u8]) -> Result<()> {
+        self.out.write_all(bytes).map_err(write_error)?;
+        // Not before: the write waits less for memory than a checksum does, and leaves the bytes in the cache.
         if let Some(checksum) = &mut self.checksum {
             checksum.add(bytes);
         }
-        self.out.write_all(bytes).map_err(write_error)?;
         self.report(bytes.len())
     }
 

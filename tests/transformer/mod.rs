@@ -33,10 +33,11 @@ use model::{Layer, Model, N_EMBD_KV, N_HEAD_DIM, Random, add, attend, rms_norm, 
 use recurrent::{States, StatesOfUbatch};
 use vectors::Vectors;
 
-const N_LAYER: usize = 4;
+/// Layers of the model.
+pub const N_LAYER: usize = 4;
 /// Tokens that are decoded at once.
 const N_UBATCH: usize = 16;
-/// Cells of a stream with full attention.
+/// Cells of a stream with full attention, unless a setup says otherwise.
 const KV_SIZE: u32 = 256;
 
 /// Random tokens.
@@ -80,6 +81,10 @@ impl fmt::Debug for Logits {
 /// How the cache is made.
 #[derive(Clone, Copy, Debug)]
 pub struct Setup {
+    /// Layers of the model that are used, the first ones.
+    pub n_layer: usize,
+    /// Cells of a stream with full attention.
+    pub kv_size: u32,
     /// The window of every other layer; [`Swa::NONE`]: all layers have full attention.
     pub swa: Swa,
     /// Every other layer is recurrent instead, with so many rollback planes.
@@ -100,6 +105,8 @@ impl Setup {
     pub fn new(swa: Swa) -> Self {
         let n_seq_max = 3;
         Self {
+            n_layer: N_LAYER,
+            kv_size: KV_SIZE,
             swa,
             recurrent: None,
             swa_kv_size: swa_kv_size(KV_SIZE, swa.n_swa(), n_seq_max, N_UBATCH as u32, true),
@@ -127,14 +134,14 @@ impl Setup {
     /// An engine with an empty cache. All engines have the same weights.
     pub fn start(self) -> Engine {
         let sections = if let Some(n_rs_seq) = self.recurrent {
-            let recurrent = RecurrentParams { layers: recurrent_layers(), n_rs_seq };
-            SectionParams::hybrid(self.section(KV_SIZE, Swa::NONE, N_LAYER / 2), recurrent)
+            let recurrent = RecurrentParams { layers: recurrent_layers(self.n_layer), n_rs_seq };
+            SectionParams::hybrid(self.section(self.kv_size, Swa::NONE, self.n_layer / 2), recurrent)
         } else if self.swa.is_none() {
-            vec![self.section(KV_SIZE, Swa::NONE, N_LAYER)]
+            vec![self.section(self.kv_size, Swa::NONE, self.n_layer)]
         } else {
             SectionParams::iswa(
-                self.section(KV_SIZE, Swa::NONE, N_LAYER / 2),
-                self.section(self.swa_kv_size, self.swa, N_LAYER / 2),
+                self.section(self.kv_size, Swa::NONE, self.n_layer / 2),
+                self.section(self.swa_kv_size, self.swa, self.n_layer / 2),
             )
         };
         let keys: Vec<Vec<Vectors>> = sections.iter().map(|section| self.keys(section)).collect();
@@ -160,7 +167,9 @@ impl Setup {
             max_masked_cells: self.max_masked_cells,
             ..ContextParams::new(self.n_seq_max, sections)
         };
-        Engine { cache: place::context(params).unwrap(), model: Model::random(N_LAYER, 1), rope: self.rope }
+        let mut model = Model::random(N_LAYER, 1);
+        model.layers.truncate(self.n_layer);
+        Engine { cache: place::context(params).unwrap(), model, rope: self.rope }
     }
 
     fn n_stream(self) -> usize {
@@ -192,8 +201,8 @@ impl Setup {
 }
 
 /// The layers of the model: every other has a state.
-fn recurrent_layers() -> Vec<RecurrentLayerParams> {
-    (0..N_LAYER)
+fn recurrent_layers(n_layer: usize) -> Vec<RecurrentLayerParams> {
+    (0..n_layer)
         .map(|il| if is_other(il) { recurrent::layer() } else { RecurrentLayerParams::default() })
         .collect()
 }
@@ -321,7 +330,7 @@ impl Engine {
         for section in self.kv_sections() {
             for stream in 0..self.cache.n_stream() as usize {
                 let pending: Vec<_> = self.cache.pending_shifts(section, stream).unwrap().collect();
-                for il in (0..N_LAYER).filter(|&il| self.home_of_layer(il).0 == section) {
+                for il in (0..self.model.layers.len()).filter(|&il| self.home_of_layer(il).0 == section) {
                     let (keys, _) = self.keys_and_values(section, stream, self.home_of_layer(il).1);
                     for &(cell, shift) in &pending {
                         rotate_key(&keys, cell, shift);
