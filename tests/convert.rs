@@ -108,6 +108,7 @@ fn target_draft_and_checkpoints_of_a_slot_file_are_converted_and_the_rest_stays(
         draft: Some((&mut draft, 0)),
         driver: b"now",
         identity: identity.clone(),
+        sidecar: false,
     };
     target.slot_save(&path, 0, contents).unwrap();
 

@@ -76,6 +76,7 @@ fn everything_comes_back() {
     });
     let want = LoadedSlot {
         tokens: TOKENS.to_vec(),
+        kept: Kept { pos_min: 0, pos_max: 11, n_cut: 0 },
         target_bytes: plain(&[]).len() as u64 - 12,
         checkpoints: owned.collect(),
         n_checkpoints_in_file: 3,
