@@ -237,6 +237,7 @@
 //! | [`memory`] | sections: which cells a state holds, and how it is written and read |
 //! | [`context`] | the memory of one model, its states, and what an engine needs |
 //! | [`session`] | files, slot files, and saves in the background |
+//! | [`inspect`] | what is in a file, without a context |
 //! | [`capi`] | the C ABI |
 
 /// The Rust example of the README, which is run.
