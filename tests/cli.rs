@@ -86,7 +86,7 @@ fn inspect_shows_a_slot_file_as_text() {
         "  checkpoint 1     8 tokens, positions 0 to 7; target ",
         "draft state        ",
         "  section 0        attention, 2 layers",
-        "    seq 1          ############\n",
+        "      seq 1        ############\n",
         "model              'gemma 3'\n",
         "metadata           'slot 0'\n",
         "salt               6 bytes of crc32c ",
