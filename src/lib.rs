@@ -239,6 +239,7 @@
 //! | [`memory`] | sections: which cells a state holds, and how it is written and read |
 //! | [`context`] | the memory of one model, its states, and what an engine needs |
 //! | [`session`] | files, slot files, saves in the background, and folders of slots |
+//! | [`inspect`] | what is in a file, without a context |
 //! | [`convert`] | a file made into one of another layout or type |
 //! | [`capi`] | the C ABI |
 

@@ -1,5 +1,6 @@
 //! What is in a file, read without a context: every state that llama.cpp wrote is what its sidecar says.
 #![allow(missing_docs, reason = "a test")]
+#![allow(clippy::cast_possible_truncation, reason = "small files")]
 
 mod common;
 mod memories;
@@ -41,14 +42,14 @@ fn described(bytes: &[u8], name: &str) -> Description {
 }
 
 /// Type and bytes of a row of the tensors of that name.
-fn rows(tensors: &[Tensor], tag: &[u8; 4]) -> Vec<(i32, u64)> {
-    let named = tensors.iter().filter(|tensor| tensor.tag.0 == *tag);
+fn rows(tensors: &[Tensor], tag: [u8; 4]) -> Vec<(i32, u64)> {
+    let named = tensors.iter().filter(|tensor| tensor.tag.0 == tag);
     named.map(|tensor| (tensor.ggml_type.as_i32(), tensor.row_size)).collect()
 }
 
 /// The layers of the tensors of that name where they are known, with their rows.
-fn check_layers(tensors: &[Tensor], tag: &[u8; 4], expected: &[(usize, i32, u64)], name: &str) {
-    let found: Vec<_> = tensors.iter().filter(|tensor| tensor.tag.0 == *tag).collect();
+fn check_layers(tensors: &[Tensor], tag: [u8; 4], expected: &[(usize, i32, u64)], name: &str) {
+    let found: Vec<_> = tensors.iter().filter(|tensor| tensor.tag.0 == tag).collect();
     assert_eq!(found.len(), expected.len(), "{name}");
     for (tensor, &(layer, ggml_type, row_size)) in found.iter().zip(expected) {
         assert_eq!((tensor.ggml_type.as_i32(), tensor.row_size), (ggml_type, row_size), "{name}");
@@ -73,12 +74,12 @@ fn check_section(found: &inspect::Section, expected: &Section, is_whole: bool, n
                 assert_eq!(Some(u32::from(data.v_trans)), expected.v_trans, "{name}: v_trans");
                 assert_eq!((data.n_rot_k, data.n_rot_v), (expected.n_rot_k, expected.n_rot_v), "{name}");
                 assert_eq!(
-                    rows(tensors, b"K   "),
+                    rows(tensors, *b"K   "),
                     expected.k_type_rowbytes.clone().unwrap_or_default(),
                     "{name}"
                 );
                 assert_eq!(
-                    rows(tensors, b"V   "),
+                    rows(tensors, *b"V   "),
                     expected.v_type_rowbytes.clone().unwrap_or_default(),
                     "{name}"
                 );
@@ -95,10 +96,10 @@ fn check_section(found: &inspect::Section, expected: &Section, is_whole: bool, n
             }
             assert_eq!(*n_layer as usize, expected.n_layer, "{name}");
             let tensors = &found.streams[0].tensors;
-            check_layers(tensors, b"R   ", &expected.r_layer_type_rowbytes, name);
-            check_layers(tensors, b"S   ", &expected.s_layer_type_rowbytes, name);
+            check_layers(tensors, *b"R   ", &expected.r_layer_type_rowbytes, name);
+            check_layers(tensors, *b"S   ", &expected.s_layer_type_rowbytes, name);
             let p: Vec<_> = expected.p_layer_rowbytes.iter().map(|&(_, row_size)| row_size).collect();
-            assert_eq!(rows(tensors, b"P   ").iter().map(|row| row.1).collect::<Vec<_>>(), p, "{name}");
+            assert_eq!(rows(tensors, *b"P   ").iter().map(|row| row.1).collect::<Vec<_>>(), p, "{name}");
         }
         shape => panic!("{name}: {shape:?}"),
     }
@@ -325,8 +326,8 @@ fn a_slot_file_shows_its_parts_checkpoints_draft_and_identity() {
     assert!(found.tokens(&bytes).eq(TOKENS));
     let appendices = &found.appendices;
     let kinds: Vec<_> = appendices.parts.iter().map(|(kind, _)| *kind).collect();
-    use PartKind as P;
-    assert_eq!(kinds, [P::HEAD, P::STATE, P::CHECKPOINTS, P::DRAFT, P::INTEGRITY]);
+    let [head, state] = [PartKind::HEAD, PartKind::STATE];
+    assert_eq!(kinds, [head, state, PartKind::CHECKPOINTS, PartKind::DRAFT, PartKind::INTEGRITY]);
     let ends: Vec<_> = appendices.parts.iter().map(|(_, range)| range.end).collect();
     let starts: Vec<_> = appendices.parts.iter().map(|(_, range)| range.start).collect();
     assert_eq!((starts[0], &starts[1..]), (0, &ends[..4]), "without a gap");

@@ -7,6 +7,7 @@ mod slots;
 use std::fs;
 use std::path::Path;
 
+use kvstate::format::SectionGeometry;
 use kvstate::inspect::{self, Basis, Inspected};
 use kvstate::session::Verify;
 use peak::peak_of;
@@ -14,7 +15,7 @@ use slots::save_slot;
 
 /// What a look may take: descriptions of tensors are larger than the least that a state can say of one.
 fn allowance(len: usize) -> usize {
-    8 * len + (64 << 10)
+    16 * len + (64 << 10)
 }
 
 /// Does everything that can be done with these bytes; whether they were understood.
@@ -114,6 +115,23 @@ fn counts_that_claim_more_than_there_is_cost_nothing() {
     look(&[&words(&[magic, 0])[..], &zeros].concat(), "zeros as a state");
     let states = [&words(&[magic, 0])[..], &words(&[0, 0, 4, 0, 0, 0, 0, 0, 0]).repeat(5_000)].concat();
     look(&states, "states without rows");
+}
+
+#[test]
+fn a_geometry_of_more_sections_than_any_memory_has_is_refused() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    save_slot(file.path());
+    let bytes = fs::read(file.path()).unwrap();
+    let found = inspect::inspect(&bytes).unwrap();
+    let start = usize::try_from(found.appendices.parts[4].1.start).unwrap();
+    let mut integrity = found.appendices.integrity.unwrap();
+    let shared = SectionGeometry { kind: SectionGeometry::SHARED, settings: Vec::new(), tensors: Vec::new() };
+    integrity.geometry = vec![shared; 100_000];
+    let lying = [&bytes[..start], &integrity.to_bytes().unwrap()].concat();
+    assert!(!look(&lying, "100,000 sections"));
+    let found = inspect::inspect(&lying).unwrap();
+    let Basis::Incomplete { reason } = &found.state.basis else { panic!("{:?}", found.state.basis) };
+    assert_eq!(reason, "sections: 100000 (expected at most 256)");
 }
 
 #[test]

@@ -12,7 +12,7 @@ use kvstate::format::{
     Checkpoint, CheckpointSpan, Checkpoints, GgmlType, Identity, Integrity, Part, PartKind,
 };
 use kvstate::memory::{KvParams, LayerParams};
-use kvstate::session::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
+use kvstate::session::{DraftOutcome, Kept, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
 use kvstate::storage::{ProgressCallback, Threads};
 use kvstate::types::CellExt;
 use kvstate::{Context, Error, Status};

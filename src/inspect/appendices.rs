@@ -105,10 +105,14 @@ impl Appendices {
 
     /// Behind one that is unknown or damaged nobody knows where the next begins.
     fn read_in_turn(&mut self, input: &[u8], mut start: u64) {
-        // One at the end that is damaged is known already.
-        let len = self.damage.first().map_or(input.len() as u64, |damage| damage.bytes.start);
+        let len = input.len() as u64;
+        // The size at its end may be what is damaged: then it is met on the way.
+        let at_end = self.damage.pop();
         while start < len {
             let rest = start..len;
+            if let Some(damage) = at_end.clone().filter(|damage| damage.bytes.start == start) {
+                return self.damage.push(damage);
+            }
             let kind = cursor(input, &rest).and_then(|mut input| Cursor::u32(&mut input, "appendix magic"));
             let kind = match kind {
                 Ok(magic) => PartKind::from_magic(magic),

@@ -100,13 +100,13 @@ impl<'a> Input<'a> {
         Ok(Section { shape, bytes: at..input.offset() as u64, streams })
     }
 
-    /// Layers of an attention section, how many entries like those of V follow its K, and why no more; no layers without cells.
+    /// Layers of an attention section, how many entries like those of V follow its K, and why no more; `None` without cells.
     pub fn probe_v(
         &self,
         at: u64,
         ext: CellExtLayout,
         steps: &mut Steps,
-    ) -> Result<(u32, u32, Option<Stop>), Stop> {
+    ) -> Result<Option<(u32, u32, Option<Stop>)>, Stop> {
         self.from(at, |input| {
             for _ in 0..n_stream(input)? {
                 let (n_cells, _) = self.cells(input, ext, steps)?;
@@ -119,17 +119,22 @@ impl<'a> Input<'a> {
                 }
                 for n_v in 0..data.n_layer {
                     if let Err(error) = v(input, data, None, n_cells, steps) {
-                        return Ok((data.n_layer, n_v, Some(Stop::new(input, error))));
+                        return Ok(Some((data.n_layer, n_v, Some(Stop::new(input, error)))));
                     }
                 }
-                return Ok((data.n_layer, data.n_layer, None));
+                return Ok(Some((data.n_layer, data.n_layer, None)));
             }
-            Ok((0, 0, None))
+            Ok(None)
         })
     }
 
-    /// How many entries like those of R and S a recurrent section can have.
-    pub fn probe_recurrent(&self, at: u64, has_p: bool, steps: &mut Steps) -> Result<u32, Stop> {
+    /// How many entries like those of R and S a recurrent section can have, and why no more.
+    pub fn probe_recurrent(
+        &self,
+        at: u64,
+        has_p: bool,
+        steps: &mut Steps,
+    ) -> Result<(u32, Option<Stop>), Stop> {
         self.from(at, |input| {
             let (n_cells, n_layer) = self.recurrent_head(input, steps)?;
             let mut n = 0;
@@ -138,10 +143,13 @@ impl<'a> Input<'a> {
                 p(input, r.ggml_type, None, n_cells, steps)?;
                 n = 1;
             }
-            while n < 2 * n_layer && tensor(input, R, None, n_cells.into(), steps).is_ok() {
+            while n < 2 * n_layer {
+                if let Err(error) = tensor(input, R, None, n_cells.into(), steps) {
+                    return Ok((n, Some(Stop::new(input, error))));
+                }
                 n += 1;
             }
-            Ok(n)
+            Ok((n, None))
         })
     }
 

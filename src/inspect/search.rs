@@ -15,10 +15,13 @@ use crate::format::{GgmlType, PartKind, SectionGeometry, StateVersion, Tag, Tens
 const DSV4_MAGIC: u32 = u32::from_le_bytes(*b"DSV4");
 
 /// Interpretations that are compared.
-const MAX_FOUND: usize = 16;
+const MAX_FIT: usize = 16;
 
 /// Sections of a memory whose geometry is not known.
 const MAX_SECTIONS: usize = 8;
+
+/// Sections of a memory whose geometry is known: the search goes as deep.
+const MAX_RECORDED_SECTIONS: usize = 256;
 
 /// Where the state is, and what is known of it.
 #[derive(Clone, Copy, Debug)]
@@ -69,7 +72,9 @@ struct Search<'a> {
     steps: Steps,
     /// Sections that have been read, up to where the search is.
     open: Vec<Section>,
-    found: Vec<Vec<Section>>,
+    /// The likeliest of the interpretations that fit, and how many do.
+    likeliest: Option<Vec<Section>>,
+    n_fit: usize,
     /// Where no section leads to an end, by place and number of the section.
     dead: BTreeSet<(u64, usize)>,
     furthest: Furthest,
@@ -84,7 +89,8 @@ impl<'a> Search<'a> {
             dsv4_mode: None,
             steps,
             open: Vec::new(),
-            found: Vec::new(),
+            likeliest: None,
+            n_fit: 0,
             dead: BTreeSet::new(),
             furthest: Furthest::default(),
         }
@@ -95,11 +101,8 @@ impl<'a> Search<'a> {
             Ok(start) => self.sections(start),
             Err(error) => self.stopped(Stop { at: self.known.start, error }),
         }
-        let Self { known, input, dsv4_mode, found, furthest, .. } = self;
-        let n_fit = found.len();
-        // Of equals the first: the search begins with what is most likely.
-        let likely = found.into_iter().min_by_key(|sections| (!is_of_llama_cpp(sections), sections.len()));
-        let (sections, basis) = match likely {
+        let Self { known, input, dsv4_mode, likeliest, n_fit, furthest, .. } = self;
+        let (sections, basis) = match likeliest {
             Some(sections) if known.geometry.is_some() => (sections, Basis::Recorded),
             Some(sections) => (sections, Basis::Guessed { n_fit }),
             None => {
@@ -155,17 +158,22 @@ impl<'a> Search<'a> {
     /// Reads the sections from there to the end, in every way that fits.
     fn sections(&mut self, at: u64) {
         if self.is_end(at) && (self.dsv4_mode.is_none() || has_dsv4(&self.open)) {
-            self.found.push(self.open.clone());
+            self.n_fit += 1;
+            // Of equals the first: the search begins with what is most likely.
+            let rank = |sections: &[Section]| (!is_of_llama_cpp(sections), sections.len());
+            if self.likeliest.as_ref().is_none_or(|best| rank(&self.open) < rank(best)) {
+                self.likeliest = Some(self.open.clone());
+            }
             return;
         }
         let place = (at, self.open.len());
-        let before = self.found.len();
+        let before = self.n_fit;
         if self.dead.contains(&place) {
             return;
         }
         let readings = self.readings(at);
         for reading in readings {
-            if self.found.len() >= MAX_FOUND {
+            if self.n_fit >= MAX_FIT {
                 break;
             }
             let section = self.input.read(at, reading, &mut self.steps);
@@ -180,7 +188,7 @@ impl<'a> Search<'a> {
                 Err(stop) => self.stopped(stop),
             }
         }
-        if self.found.len() == before {
+        if self.n_fit == before {
             self.dead.insert(place);
         }
     }
@@ -201,16 +209,20 @@ impl<'a> Search<'a> {
     /// The ways in which the bytes from there on may be a section, the likeliest first.
     fn readings(&mut self, at: u64) -> Vec<Reading<'a>> {
         let Some(geometry) = self.known.geometry else { return self.guessed_readings(at) };
+        if geometry.len() > MAX_RECORDED_SECTIONS {
+            let most = format_args!("at most {MAX_RECORDED_SECTIONS}");
+            return self.refused(at, Error::corrupt("sections", geometry.len(), most));
+        }
         let Some(section) = geometry.get(self.open.len()) else {
             let left = self.known.bytes.len() as u64 - at;
             return self.refused(at, Error::corrupt("bytes behind the last section", left, "none"));
         };
         let layers = Layers::Recorded(&section.tensors);
         match section.kind {
-            SectionGeometry::ATTENTION => {
-                let ext = self.recorded_ext(section).into_iter();
-                ext.map(|ext| Reading::Attention { ext, v: layers }).collect()
-            }
+            SectionGeometry::ATTENTION => match self.recorded_ext(section) {
+                Ok(all) => all.into_iter().map(|ext| Reading::Attention { ext, v: layers }).collect(),
+                Err(error) => self.refused(at, error),
+            },
             SectionGeometry::RECURRENT => vec![Reading::Recurrent { tensors: layers }],
             SectionGeometry::SHARED => vec![Reading::Shared],
             SectionGeometry::DSV4 => self.dsv4_mode.map(Reading::Dsv4).into_iter().collect(),
@@ -219,12 +231,12 @@ impl<'a> Search<'a> {
     }
 
     /// The ext that the geometry tells; both that there are, if it does not.
-    fn recorded_ext(&self, section: &SectionGeometry) -> Vec<CellExtLayout> {
+    fn recorded_ext(&self, section: &SectionGeometry) -> Result<Vec<CellExtLayout>> {
         let all = self.ext_layouts();
-        match section.setting(SectionGeometry::CELL_EXT) {
-            Some(len) => all.into_iter().filter(|ext| ext.len() == u64::from(len)).collect(),
-            None => all.into(),
-        }
+        let Some(len) = section.setting(SectionGeometry::CELL_EXT) else { return Ok(all.into()) };
+        let ext = all.into_iter().find(|ext| ext.len() == u64::from(len));
+        let ext = ext.ok_or_else(|| Error::corrupt("CEXT", len, format_args!("0 or {}", all[1].len())))?;
+        Ok(vec![ext])
     }
 
     /// Layouts of this version.
@@ -245,13 +257,21 @@ impl<'a> Search<'a> {
         let mut found = Vec::new();
         for ext in self.ext_layouts() {
             let (n_layer, n_v, stop) = match self.input.probe_v(at, ext, &mut self.steps) {
-                Ok(probed) => probed,
+                Ok(Some(probed)) => probed,
+                Ok(None) => {
+                    // Without cells nobody can know, and it does not matter.
+                    let v = Layers::Guessed { n: 0, has_p: false };
+                    found.push(Reading::Attention { ext: CellExtLayout::None, v });
+                    break;
+                }
                 Err(stop) => {
                     self.stopped(stop);
                     continue;
                 }
             };
-            stop.into_iter().for_each(|stop| self.stopped(stop));
+            if let Some(stop) = stop {
+                self.stopped(stop);
+            }
             let all = Some(n_layer).filter(|&n| n == n_v);
             let others = (1..=n_v).rev().filter(|n| Some(*n) != all);
             // Every layer has a V, or none has, but for models that nobody has made.
@@ -264,8 +284,15 @@ impl<'a> Search<'a> {
             found.extend(self.dsv4_mode.map(Reading::Dsv4));
         } else {
             for has_p in [false, true] {
-                let Ok(n) = self.input.probe_recurrent(at, has_p, &mut self.steps) else { continue };
-                let least = u32::from(has_p);
+                let probed = self.input.probe_recurrent(at, has_p, &mut self.steps);
+                let (least, n, stop) = match probed {
+                    Ok((n, stop)) => (u32::from(has_p), n, stop),
+                    Err(stop) => (1, 0, Some(stop)),
+                };
+                // Few have a P; that it is missing says nothing.
+                if let Some(stop) = stop.filter(|_| !has_p) {
+                    self.stopped(stop);
+                }
                 // As many S as R, first of all.
                 let even = (least..=n).rev().filter(|n| n.is_multiple_of(2));
                 let odd = (least..=n).rev().filter(|n| !n.is_multiple_of(2));

@@ -65,10 +65,12 @@ pub fn verify(
 ) -> Result<Verification> {
     let inspected = inspect(input);
     // A damaged header does not hide the checksums at the end.
-    let at_end = Appendices::at_end(input, 0);
-    let found = match &inspected {
-        Ok(found) => &found.appendices,
-        Err(_) => &at_end,
+    let at_end;
+    let found = if let Ok(found) = &inspected {
+        &found.appendices
+    } else {
+        at_end = Appendices::at_end(input, 0);
+        &at_end
     };
     let Some(integrity) = &found.integrity else { return inspected.map(|found| by_structure(&found)) };
     let mut problems: Vec<(PartKind, String)> = Vec::new();
