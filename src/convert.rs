@@ -70,9 +70,9 @@ pub fn convert(
         }
         Kind::SequenceFile if appendices.parts.is_empty() && appendices.damage.is_empty() => {
             let mut target = context_of(state, params)?;
-            let loaded = target.state_seq_load_file(from, 0, usize::MAX)?;
-            let bytes = target.state_seq_save_file(to, 0, &loaded.tokens)?;
-            Ok(Converted { bytes, notes: Vec::new() })
+            let slot = target.slot_load(from, 0, SlotLoadParams::default())?;
+            let bytes = target.state_seq_save_file(to, 0, &slot.tokens)?;
+            Ok(Converted { bytes, notes: slot.notes })
         }
         Kind::SequenceFile => slot_file(from, inspected, to, params),
         Kind::SequenceState | Kind::ContextState => {

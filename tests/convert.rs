@@ -73,6 +73,19 @@ fn a_file_may_be_converted_in_its_place() {
 }
 
 #[test]
+fn what_was_rounded_is_noted() {
+    let f = fixture("tiny2x64_kf16_vf16_n64_none");
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let params = ConvertParams { type_k: Some(GgmlType::Q8_0), ..TURNED };
+    let notes = converted(&f.path("slot").unwrap(), &out, &params).unwrap().notes;
+    assert_eq!(
+        notes[notes.len() - 2..],
+        ["section kv, K of 2 layers: f16 -> q8_0", "section kv, V of 2 layers: rows -> transposed"]
+    );
+}
+
+#[test]
 fn an_old_file_becomes_one_of_the_newest_version() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");

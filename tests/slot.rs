@@ -331,14 +331,20 @@ fn a_file_of_other_types_or_rotation_is_refused_by_section_and_layer() {
     };
     assert_eq!(
         reason(|s| s[1].layers[1].k = tensor(GgmlType::BF16, 4)),
-        "shape: the state has f16 x 4, the cache bf16 x 4 (section swa, K of layer 1)"
+        "shape: the state has f16 x 4, the cache bf16 x 4 (section swa, K of layer 1; convert_types allows it)"
     );
     assert_eq!(
         reason(|s| s[0].layers[0].v = None),
         "tensor: the state has V of layer 0, the cache V of layer 1 (section base)"
     );
-    assert_eq!(reason(|s| s[0].n_rot_k = 64), "setting: the state has 0, the cache 64 (section base, ROTK)");
-    assert_eq!(reason(|s| s[0].n_rot_v = 64), "setting: the state has 0, the cache 64 (section base, ROTV)");
+    assert_eq!(
+        reason(|s| s[0].n_rot_k = 64),
+        "setting: the state has 0, the cache 64 (section base, ROTK; convert_types allows it)"
+    );
+    assert_eq!(
+        reason(|s| s[0].n_rot_v = 64),
+        "setting: the state has 0, the cache 64 (section base, ROTV; convert_types allows it)"
+    );
     assert_eq!(
         reason(|s| s[1].layers.truncate(1)),
         "tensor: the state has K of layer 1, the cache V of layer 0 (section swa)"

@@ -293,7 +293,9 @@ fn a_snapshot_of_the_other_kind_is_refused_and_changes_nothing() {
 #[test]
 fn a_snapshot_of_another_model_or_without_room_is_refused_and_changes_nothing() {
     let snapshot = What::Seq(0, NONE).snapshot(&mut worn());
-    for other in [vec![kv(40), support::standard(40, 6)], vec![kv(8), sections().remove(1)]] {
+    let mut shallow = sections();
+    shallow[0].layers.pop();
+    for other in [shallow, vec![kv(8), sections().remove(1)]] {
         let mut ctx = support::context(4, &other);
         decode(&mut ctx, 0, 0..3);
         let before = image(&ctx);
