@@ -280,51 +280,6 @@ fn what_is_no_regular_file_is_neither_replaced_nor_read() {
     assert_eq!(refused(Path::new("/dev/null")).to_string(), "read /dev/null: not a regular file");
 }
 
-#[cfg(target_os = "linux")]
-#[test]
-fn a_full_disk_is_named_and_the_old_file_stands() {
-    // A file system of its own, in a mount namespace of its own: 256 KiB, of which most is taken.
-    let script = r#"mount -t tmpfs -o size=256k tmpfs "$1" && exec "$2" --exact full_disk_child --nocapture"#;
-    let dir = tempfile::tempdir().unwrap();
-    let exe = std::env::current_exe().unwrap();
-    let child = Command::new("unshare")
-        .args(["--mount", "--map-root-user", "sh", "-c", script, "sh"])
-        .arg(dir.path())
-        .arg(&exe)
-        .env("KVSTATE_TEST_FULL_DISK", dir.path())
-        .output();
-    let Ok(output) = child else {
-        println!("skipped: there is no unshare");
-        return;
-    };
-    let text =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
-    if text.contains("unshare failed") || text.contains("mount:") {
-        println!("skipped: no mount namespace can be had here: {text}");
-        return;
-    }
-    assert!(output.status.success() && text.contains("named and intact"), "{text}");
-}
-
-/// Runs only as the child of the test above.
-#[test]
-fn full_disk_child() {
-    let Some(dir) = std::env::var_os("KVSTATE_TEST_FULL_DISK").map(PathBuf::from) else { return };
-    let path = dir.join("slot.bin");
-    context(10).state_seq_save_file(&path, 0, &[]).unwrap();
-    let old = fs::read(&path).unwrap();
-    fs::write(dir.join("ballast"), vec![0; 200 << 10]).unwrap();
-    let error = context(250).state_seq_save_file(&path, 0, &[]).unwrap_err();
-    assert_eq!(error.status(), Status::Io);
-    assert!(
-        error.to_string().starts_with("reserve room for ") && error.to_string().contains("slot.bin"),
-        "{error}"
-    );
-    assert_eq!(fs::read(&path).unwrap(), old);
-    assert_eq!(names(&dir), ["ballast", "slot.bin"]);
-    println!("named and intact");
-}
-
 /// Saves 100 and 200 positions in turn until it is killed.
 #[test]
 fn killed_saver_child() {
