@@ -23,6 +23,7 @@ fn the_header_checked_in_is_the_one_that_the_sources_give() {
         "device",
         "snapshot",
         "checkpoint",
+        "fingerprint",
         "slot_file",
         "view",
         "transfer",

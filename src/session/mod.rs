@@ -5,6 +5,7 @@
 //! the page cache to the cache, piece by piece.
 
 mod compose;
+mod fingerprint;
 mod job;
 mod replace;
 mod slot;
@@ -21,6 +22,7 @@ use crate::storage::{ProgressCallback, Transfer};
 use crate::types::{Seq, SeqId, StateFlags, Token};
 
 pub use compose::{StateReader, StateWriter};
+pub use fingerprint::{FINGERPRINT_LEN, fingerprint};
 pub use job::Job;
 pub use slot::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
 pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
