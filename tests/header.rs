@@ -27,6 +27,7 @@ fn the_header_checked_in_is_the_one_that_the_sources_give() {
         "slot_file",
         "view",
         "transfer",
+        "slot_transfer",
         "log",
     ] {
         builder = builder.with_src(root.join(format!("src/capi/{module}.rs")));

@@ -14,7 +14,7 @@ use super::{kvs_pos, kvs_seq_id, kvs_token};
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, CheckpointSpan, Identity};
-use crate::session::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
+use crate::session::{DraftOutcome, LoadedSlot, Require, SlotContents, SlotLoadParams, Verify, slot_path};
 use crate::types::SeqId;
 
 /// How much of a slot file is compared with its checksums before anything changes: KVS_VERIFY_*.
@@ -26,6 +26,18 @@ pub const KVS_VERIFY_NONE: kvs_verify = 0;
 pub const KVS_VERIFY_HEADERS: kvs_verify = 1;
 /// Everything: the file is read once for that.
 pub const KVS_VERIFY_FULL: kvs_verify = 2;
+
+/// What a slot file has to have to be loaded: bits KVS_REQUIRE_*.
+pub type kvs_require = u32;
+
+/// The fingerprint of a model; identity.model names one too then.
+pub const KVS_REQUIRE_IDENTITY: kvs_require = 1;
+/// Checksums that are whole.
+pub const KVS_REQUIRE_CHECKSUMS: kvs_require = 2;
+
+const _: () = assert!(
+    KVS_REQUIRE_IDENTITY == Require::IDENTITY.bits() && KVS_REQUIRE_CHECKSUMS == Require::CHECKSUMS.bits()
+);
 
 /// What became of the draft state of a slot file: KVS_SLOT_DRAFT_*.
 pub type kvs_slot_draft = i32;
@@ -183,8 +195,12 @@ pub struct kvs_slot_load_params {
     pub draft_seq_id: kvs_seq_id,
     /// KVS_VERIFY_NONE by default.
     pub verify: kvs_verify,
-    /// Whose state it has to be. A file that says nothing of it is loaded, and noted.
+    /// Whose state it has to be. A file that says nothing of it is loaded, and noted, unless it is required to.
     pub identity: kvs_slot_identity,
+    /// What the file has to have: bits KVS_REQUIRE_*, none by default.
+    pub require: kvs_require,
+    /// 0.
+    pub reserved: u32,
 }
 
 // SAFETY: repr(C), struct_size first, integers and raw pointers only.
@@ -203,6 +219,8 @@ unsafe impl Params for kvs_slot_load_params {
             draft_seq_id: 0,
             verify: KVS_VERIFY_NONE,
             identity: NOBODY,
+            require: 0,
+            reserved: 0,
         }
     }
 }
@@ -235,6 +253,9 @@ pub struct kvs_slot_result {
     pub n_tokens: usize,
     /// Bytes of the target's memory state, which is restored.
     pub target_size: u64,
+    /// Where a server that appends to the file once it is saved has begun to: behind the memory state, or behind the checksums if
+    /// they come next.
+    pub append_start: u64,
     /// The checkpoints that were kept, oldest first.
     pub checkpoints: *const kvs_slot_checkpoint,
     /// Their number.
@@ -274,6 +295,7 @@ unsafe impl Params for kvs_slot_result {
             tokens: ptr::null(),
             n_tokens: 0,
             target_size: 0,
+            append_start: 0,
             checkpoints: ptr::null(),
             n_checkpoint: 0,
             n_checkpoint_in_file: 0,
@@ -390,20 +412,10 @@ pub unsafe extern "C" fn kvs_slot_load(
             return Err(Error::arg("result", "holds what an earlier load gave: free it first"));
         }
         let path = file_path(filename, params.directory)?;
-        let verify = match params.verify {
-            KVS_VERIFY_NONE => Verify::None,
-            KVS_VERIFY_HEADERS => Verify::Headers,
-            KVS_VERIFY_FULL => Verify::Full,
-            other => {
-                return Err(Error::arg("verify", format!("{other} is out of range [0, {KVS_VERIFY_FULL}]")));
-            }
-        };
-        let identity = identity(&params.identity)?;
-        let kvs_slot_load_params { n_token_capacity, n_ctx_checkpoints, .. } = params;
+        let load = load_params(&params)?;
         let draft = (params.draft, params.draft_seq_id);
         let loaded = with_target_and_draft(ctx, draft, |context, draft| {
-            let params = SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify };
-            context.slot_load(path, dest_seq_id, params)
+            context.slot_load(path, dest_seq_id, SlotLoadParams { draft, ..load })
         })?;
         params::write(result, kvs_slot_result { struct_size: before.struct_size, ..result_of(loaded) })
     })
@@ -418,6 +430,28 @@ pub unsafe extern "C" fn kvs_slot_result_free(result: *mut kvs_slot_result) {
         free_tagged(memory)?;
         params::init(result, struct_size)
     });
+}
+
+/// How a slot is loaded, but for the draft.
+pub(super) unsafe fn load_params<'a>(params: &kvs_slot_load_params) -> Result<SlotLoadParams<'a>> {
+    let kvs_slot_load_params { n_token_capacity, n_ctx_checkpoints, verify, require, reserved, .. } = *params;
+    let verify = match verify {
+        KVS_VERIFY_NONE => Verify::None,
+        KVS_VERIFY_HEADERS => Verify::Headers,
+        KVS_VERIFY_FULL => Verify::Full,
+        other => {
+            return Err(Error::arg("verify", format!("{other} is out of range [0, {KVS_VERIFY_FULL}]")));
+        }
+    };
+    let known = Require::all().bits();
+    let require = Require::from_bits(require)
+        .ok_or_else(|| Error::arg("require", format!("{require:#x} (known: {known:#x})")))?;
+    if reserved != 0 {
+        return Err(Error::arg("reserved", format!("{reserved}, it is 0")));
+    }
+    // SAFETY: passed on.
+    let identity = unsafe { identity(&params.identity) }?;
+    Ok(SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft: None, identity, verify, require })
 }
 
 /// Runs a call on the target's context and, if there is one, the draft's.
@@ -441,7 +475,7 @@ unsafe fn with_target_and_draft<T>(
     }
 }
 
-unsafe fn file_path(filename: *const c_char, directory: *const c_char) -> Result<PathBuf> {
+pub(super) unsafe fn file_path(filename: *const c_char, directory: *const c_char) -> Result<PathBuf> {
     // SAFETY: passed on.
     unsafe {
         if directory.is_null() {
@@ -452,7 +486,7 @@ unsafe fn file_path(filename: *const c_char, directory: *const c_char) -> Result
     }
 }
 
-unsafe fn identity(identity: &kvs_slot_identity) -> Result<Identity> {
+pub(super) unsafe fn identity(identity: &kvs_slot_identity) -> Result<Identity> {
     // SAFETY: passed on.
     unsafe {
         Ok(Identity {
@@ -463,7 +497,7 @@ unsafe fn identity(identity: &kvs_slot_identity) -> Result<Identity> {
     }
 }
 
-unsafe fn checkpoint<'a>(checkpoint: &kvs_slot_checkpoint) -> Result<Checkpoint<&'a [u8]>> {
+pub(super) unsafe fn checkpoint<'a>(checkpoint: &kvs_slot_checkpoint) -> Result<Checkpoint<&'a [u8]>> {
     let kvs_slot_checkpoint { n_tokens, pos_min, pos_max, .. } = *checkpoint;
     // SAFETY: passed on.
     unsafe {
@@ -477,7 +511,7 @@ unsafe fn checkpoint<'a>(checkpoint: &kvs_slot_checkpoint) -> Result<Checkpoint<
 }
 
 /// The result for C callers; what it points to is in its memory.
-fn result_of(loaded: LoadedSlot) -> kvs_slot_result {
+pub(super) fn result_of(loaded: LoadedSlot) -> kvs_slot_result {
     let text = |text: &str| CString::new(text.replace('\0', "\\0")).unwrap_or_default();
     let notes: Vec<_> = loaded.notes.iter().map(|note| text(note)).collect();
     let draft_reason = match &loaded.draft {
@@ -517,6 +551,7 @@ fn result_of(loaded: LoadedSlot) -> kvs_slot_result {
         tokens: loaded.tokens.as_ptr(),
         n_tokens: loaded.tokens.len(),
         target_size: loaded.target_bytes,
+        append_start: loaded.append_start,
         checkpoints: checkpoints.as_ptr(),
         n_checkpoint: checkpoints.len(),
         n_checkpoint_in_file: loaded.n_checkpoints_in_file,

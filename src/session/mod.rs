@@ -24,7 +24,7 @@ use crate::types::{Seq, SeqId, StateFlags, Token};
 pub use compose::{StateReader, StateWriter};
 pub use fingerprint::{FINGERPRINT_LEN, fingerprint};
 pub use job::Job;
-pub use slot::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
+pub use slot::{DraftOutcome, LoadedSlot, Require, SlotContents, SlotLoadParams, Verify, slot_path};
 pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
 
 use replace::Replacement;

@@ -5,14 +5,15 @@ use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Identity, Integrity, SectionGeometry, Tag, TensorShape, crc32c_append};
 
-/// Compares the identity of a file with that of its reader; says what could not be compared.
+/// Compares the identity of a file with that of its reader; says what could not be compared. The geometry is, where both the file
+/// and the reader, which is a context then, have one: every state says most of it once more.
 ///
 /// # Errors
 /// [`Error::Mismatch`] for another model, salt or geometry.
 pub(super) fn check(
     file: &Integrity,
     reader: &Identity,
-    context: &Context,
+    context: Option<&Context>,
     notes: &mut Vec<String>,
 ) -> Result<()> {
     let Identity { model, salt, .. } = &file.identity;
@@ -24,7 +25,16 @@ pub(super) fn check(
     }
     // It may be a secret, and is not shown.
     same("salt", salt, &reader.salt, |salt| digest(salt), place)?;
-    check_geometry(&file.geometry, context)
+    match context {
+        Some(context) if !file.geometry.is_empty() => check_geometry(&file.geometry, context),
+        _ => Ok(()),
+    }
+}
+
+/// The error of a file that names no model.
+pub(super) fn no_model(reader: &Identity) -> Error {
+    let state = "none, and it is required".to_owned();
+    Error::Mismatch { what: "model", state, cache: printable(&reader.model), place: place() }
 }
 
 /// The place of a mismatch that is of no section.

@@ -3,23 +3,16 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::appendices::{Appendices, integrity_at_end, verify_state};
-use super::{DraftOutcome, LoadedSlot, SlotLoadParams, Verify, identity};
+use super::appendices::{Appendices, Found};
+use super::expected::Expected;
+use super::{DraftOutcome, LoadedSlot, SlotLoadParams, Verify};
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{Checkpoint, DraftState, FileKind, Identity, Integrity, read_seq_blob_header};
+use crate::format::{Checkpoint, DraftState, FileKind, Identity, read_seq_blob_header};
 use crate::memory::MemoryPlan;
 use crate::session::StateFile;
 use crate::state::Input;
 use crate::types::{Seq, SeqId};
-
-const NOTHING_COMPARED: &str = "the file has no identity and no checksums: nothing was compared";
-
-/// What a file is compared with.
-struct Expected<'a> {
-    identity: &'a Identity,
-    verify: Verify,
-}
 
 /// A restore that can be done.
 struct Restore<'a> {
@@ -42,11 +35,11 @@ impl Context {
         dest: SeqId,
         params: SlotLoadParams<'_>,
     ) -> Result<LoadedSlot> {
-        let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify } = params;
+        let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify, require } = params;
         let seq = self.seq(dest)?;
         let mut draft = draft.map(|(context, seq_id)| Ok((context.seq(seq_id)?, context))).transpose()?;
+        let expected = Expected::new(identity, verify, require)?;
         let file = StateFile::open(path, FileKind::Sequence, n_token_capacity)?;
-        let expected = Expected { identity: &identity, verify };
         let failed = |error| Error::Restore {
             kind: FileKind::Sequence.restored(),
             source: Box::new(file.failed(error)),
@@ -55,10 +48,7 @@ impl Context {
         let mut notes = Vec::new();
         let (restore, appendices) = self.read_slot(&file, seq, &expected, &mut notes).map_err(failed)?;
         let state_end = restore.plan.end.offset();
-        let n_checkpoints_in_file = appendices.checkpoints.len();
-        let checkpoints = read_checkpoints(&file, &appendices.checkpoints, n_ctx_checkpoints, &mut notes);
-        let driver = read_driver(&file, appendices.draft.as_ref(), &mut notes);
-        let blob = appendices.draft.map(|state| state.draft).filter(|blob| !blob.is_empty());
+        let (slot, blob) = read_loaded(&file, state_end, appendices, verify, n_ctx_checkpoints, notes);
         let draft_restore =
             plan_draft(&file, blob.clone(), draft.as_ref().map(|(seq, context)| (*seq, &**context)));
 
@@ -83,27 +73,9 @@ impl Context {
         {
             context.seq_rm(seq.id(), -1, -1)?;
         }
-        let is_dropped = matches!(outcome, DraftOutcome::Dropped(_));
-        for note in &notes {
-            log::warn!("{}: {note}", file.path().display());
-        }
-        let target_bytes = state_end - file.state_start();
-        let (verified, identity) = match appendices.integrity {
-            Some(Integrity { identity, .. }) => (verify, identity),
-            None => (Verify::None, Identity::default()),
-        };
         drop(restore);
-        Ok(LoadedSlot {
-            tokens: file.into_tokens(),
-            target_bytes,
-            checkpoints,
-            n_checkpoints_in_file,
-            draft: outcome,
-            driver: driver.filter(|_| !is_dropped),
-            verified,
-            identity,
-            notes,
-        })
+        let driver = slot.driver.filter(|_| !matches!(outcome, DraftOutcome::Dropped(_)));
+        Ok(LoadedSlot { tokens: file.into_tokens(), draft: outcome, driver, ..slot })
     }
 
     /// Reads and checks all but what the appendices hold. Changes nothing.
@@ -111,35 +83,50 @@ impl Context {
         &self,
         file: &'f StateFile,
         seq: Seq,
-        expected: &Expected<'_>,
+        expected: &Expected,
         notes: &mut Vec<String>,
     ) -> Result<(Restore<'f>, Appendices)> {
-        let check = |integrity: &Integrity, notes: &mut Vec<String>| {
-            identity::check(integrity, expected.identity, self, notes)?;
-            verify_state(file, integrity, expected.verify)
-        };
-        let mut integrity = integrity_at_end(file);
-        if let Some(integrity) = &integrity {
-            check(integrity, notes)?;
-        }
+        let integrity = expected.at_end(file, Some(self), notes)?;
         let plan = self.plan_file_state(file.source(), Some(seq))?;
-        let state_end = plan.end.offset();
-        let mut appendices = Appendices::default();
-        if integrity.is_none() {
-            appendices = Appendices::in_turn(file, state_end, notes);
-            // Something stands behind it.
-            integrity = appendices.integrity.take();
-            match &integrity {
-                Some(integrity) => check(integrity, notes)?,
-                None => notes.push(NOTHING_COMPARED.to_owned()),
-            }
-        }
-        if let Some(integrity) = integrity {
-            appendices = Appendices::listed(file, state_end, integrity, expected.verify, notes)?;
-        }
+        let appendices = expected.behind(file, plan.end.offset(), integrity, Some(self), notes)?;
         let overwrites = self.memory.state_overwrites(&plan);
         Ok((Restore { plan, overwrites }, appendices))
     }
+}
+
+/// All that a load gives beside the states of target and draft; and where the draft's state is, if the file has one.
+pub(in crate::session) fn read_loaded(
+    file: &StateFile,
+    state_end: u64,
+    appendices: Appendices,
+    verify: Verify,
+    n_ctx_checkpoints: usize,
+    mut notes: Vec<String>,
+) -> (LoadedSlot, Option<Range<u64>>) {
+    let append_start = appendices.append_start(state_end);
+    let Appendices { checkpoints: all, draft, integrity } = appendices;
+    let checkpoints = read_checkpoints(file, &all, n_ctx_checkpoints, &mut notes);
+    let driver = read_driver(file, draft.as_ref(), &mut notes);
+    for note in &notes {
+        log::warn!("{}: {note}", file.path().display());
+    }
+    let (verified, identity) = match integrity {
+        Some(Found { integrity, .. }) => (verify, integrity.identity),
+        None => (Verify::None, Identity::default()),
+    };
+    let slot = LoadedSlot {
+        tokens: Vec::new(),
+        target_bytes: state_end - file.state_start(),
+        append_start,
+        checkpoints,
+        n_checkpoints_in_file: all.len(),
+        draft: DraftOutcome::Absent,
+        driver,
+        verified,
+        identity,
+        notes,
+    };
+    (slot, draft.map(|state| state.draft).filter(|blob| !blob.is_empty()))
 }
 
 /// What a load would do to the draft's sequence; `None` if there is no state.

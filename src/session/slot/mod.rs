@@ -4,10 +4,12 @@
 //! checkpoints, the draft state, and last the checksums and the identity: `docs/format.md`.
 
 mod appendices;
+mod expected;
 mod geometry;
 mod identity;
 mod load;
 mod save;
+mod transfer;
 
 use std::path::{Path, PathBuf};
 
@@ -16,6 +18,8 @@ use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, Identity};
 use crate::types::{SeqId, Token};
+pub use expected::Require;
+pub(super) use transfer::OpenedSlot;
 
 /// What a slot file is to hold beside the state of the target's sequence.
 #[derive(Debug, Default)]
@@ -58,6 +62,8 @@ pub struct SlotLoadParams<'a> {
     pub identity: Identity,
     /// What is verified.
     pub verify: Verify,
+    /// What the file has to have to be loaded.
+    pub require: Require,
 }
 
 impl Default for SlotLoadParams<'_> {
@@ -68,6 +74,7 @@ impl Default for SlotLoadParams<'_> {
             draft: None,
             identity: Identity::default(),
             verify: Verify::default(),
+            require: Require::default(),
         }
     }
 }
@@ -90,6 +97,9 @@ pub struct LoadedSlot {
     pub tokens: Vec<Token>,
     /// Bytes of the target's memory state.
     pub target_bytes: u64,
+    /// Where a server that appends to the file once it is saved has begun to: behind the memory state, or behind the checksums if
+    /// they come next.
+    pub append_start: u64,
     /// The checkpoints that were kept, oldest first.
     pub checkpoints: Vec<Checkpoint<Vec<u8>>>,
     /// Checkpoints of the file.

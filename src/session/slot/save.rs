@@ -16,18 +16,18 @@ use crate::storage::{ProgressCallback, Transfer};
 use crate::types::{Seq, SeqId};
 
 /// A state that is ready to be written, and how it is moved.
-struct Record<'a> {
-    record: RecordSink<'a>,
-    transfer: &'a Transfer,
+pub(super) struct Record<'a> {
+    pub record: RecordSink<'a>,
+    pub transfer: &'a Transfer,
 }
 
 /// All that comes before the checksums.
-struct Contents<'a> {
-    head: RecordSink<'a>,
-    target: Record<'a>,
-    checkpoints: Checkpoints<&'a [u8]>,
-    draft: Option<Record<'a>>,
-    driver: &'a [u8],
+pub(super) struct Contents<'a> {
+    pub head: RecordSink<'a>,
+    pub target: Record<'a>,
+    pub checkpoints: Checkpoints<&'a [u8]>,
+    pub draft: Option<Record<'a>>,
+    pub driver: &'a [u8],
 }
 
 impl Context {
@@ -127,7 +127,7 @@ impl Contents<'_> {
         }
     }
 
-    fn save(
+    pub fn save(
         &self,
         path: &Path,
         identity: Identity,
