@@ -4,7 +4,7 @@ use std::ffi::c_char;
 
 use super::handle::{array, array_mut, path, string};
 use super::status::{kvs_status, status_of};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::session::{FINGERPRINT_LEN, fingerprint};
 
 /// Bytes of a fingerprint.
@@ -16,9 +16,9 @@ const _: () = assert!(KVS_FINGERPRINT_SIZE == FINGERPRINT_LEN);
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct kvs_setting {
-    /// Its name in UTF-8, not empty.
+    /// Its name, not empty.
     pub key: *const c_char,
-    /// Its value in UTF-8.
+    /// Its value.
     pub value: *const c_char,
 }
 
@@ -43,16 +43,12 @@ pub unsafe extern "C" fn kvs_fingerprint(
         let settings = array("settings", settings, n_setting)?;
         let settings = settings
             .iter()
-            .map(|setting| Ok((text("key", setting.key)?, text("value", setting.value)?)))
+            .map(|setting| {
+                Ok((string("key", setting.key)?.to_bytes(), string("value", setting.value)?.to_bytes()))
+            })
             .collect::<Result<Vec<_>>>()?;
         let out = array_mut("fingerprint_out", fingerprint_out, KVS_FINGERPRINT_SIZE)?;
         out.copy_from_slice(&fingerprint(&ggufs, &settings)?);
         Ok(())
     })
-}
-
-unsafe fn text<'a>(name: &str, ptr: *const c_char) -> Result<&'a str> {
-    // SAFETY: passed on.
-    let text = unsafe { string(name, ptr) }?;
-    text.to_str().map_err(|_| Error::arg(name, format!("'{}' is not UTF-8", text.to_bytes().escape_ascii())))
 }

@@ -27,14 +27,17 @@ pub const FINGERPRINT_LEN: usize = 32;
 /// # Errors
 /// [`Error::InvalidArgument`] for a key that is empty or comes twice, or if there is nothing to take a fingerprint of;
 /// [`Error::Gguf`], [`Error::Io`].
-pub fn fingerprint(ggufs: &[impl AsRef<Path>], settings: &[(&str, &str)]) -> Result<[u8; FINGERPRINT_LEN]> {
+pub fn fingerprint<T: AsRef<[u8]>>(
+    ggufs: &[impl AsRef<Path>],
+    settings: &[(T, T)],
+) -> Result<[u8; FINGERPRINT_LEN]> {
     if ggufs.is_empty() && settings.is_empty() {
         return Err(Error::arg("settings", "no GGUF and no setting is named"));
     }
-    let mut settings = settings.to_vec();
+    let mut settings: Vec<_> = settings.iter().map(|(key, value)| (key.as_ref(), value.as_ref())).collect();
     settings.sort_unstable();
     for pair in settings.windows(2).filter(|pair| pair[0].0 == pair[1].0) {
-        let ((key, first), (_, second)) = (pair[0], pair[1]);
+        let [key, first, second] = [pair[0].0, pair[0].1, pair[1].1].map(<[u8]>::escape_ascii);
         return Err(Error::arg("settings", format!("'{key}' comes twice, as '{first}' and '{second}'")));
     }
     let mut hash = Sha256::new();
@@ -46,7 +49,7 @@ pub fn fingerprint(ggufs: &[impl AsRef<Path>], settings: &[(&str, &str)]) -> Res
     }
     for (key, value) in settings {
         if key.is_empty() {
-            return Err(Error::arg("settings", format!("the key of '{value}' is empty")));
+            return Err(Error::arg("settings", format!("the key of '{}' is empty", value.escape_ascii())));
         }
         hash.update(b"PAIR");
         for text in [key, value] {
