@@ -1073,11 +1073,12 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 
 // The files of a slot would take more bytes than those of the folder may.
 #define KVS_STATUS_OVER_BUDGET 26
+
 // A state that is to be added to a sequence does not begin behind its end.
-#define KVS_STATUS_POSITIONS_MEET 25
+#define KVS_STATUS_POSITIONS_MEET 27
 
 // A section cannot go on at the end of the range, or prefix, that is wanted.
-#define KVS_STATUS_CANNOT_CUT 26
+#define KVS_STATUS_CANNOT_CUT 28
 
 // The whole state of the sequence.
 #define KVS_STATE_SEQ_FLAGS_NONE 0
