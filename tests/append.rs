@@ -149,8 +149,12 @@ fn pieces_restored_in_a_fragmented_cache_hold_the_same_in_other_cells() {
     }
     into.seq_rm(0, -1, -1).expect("a sequence");
     pieces.iter().for_each(|piece| append(&mut into, piece, 2));
-    let whole = save(&mut source, 0, NONE);
-    assert!(essence(&save(&mut into, 2, NONE), &sections) == essence(&whole, &sections));
+    let whole = essence(&save(&mut source, 0, NONE), &sections);
+    let mut appended = essence(&save(&mut into, 2, NONE), &sections);
+    // The source has used cells again that its window masks, which were in the first piece.
+    let streams = appended.iter_mut().flatten().zip(whole.iter().flatten());
+    streams.for_each(|(appended, whole)| appended.cells.retain(|cell| cell.pos >= whole.cells[0].pos));
+    assert!(appended == whole);
     assert!(is_intact(&into, 1, 1) && is_intact(&into, 2, 0));
 }
 
