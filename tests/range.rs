@@ -258,7 +258,9 @@ proptest! {
         };
         let want = [want(0), want(1)];
         let mut got = blob_positions(&blob, &sections);
-        got.iter_mut().for_each(|positions| positions.sort_unstable());
+        for positions in &mut got {
+            positions.sort_unstable();
+        }
         prop_assert_eq!(got, want);
         restore(&mut ctx, &blob, 1, NONE);
         prop_assert!(support::is_intact(&ctx, 1, 0));

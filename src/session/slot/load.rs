@@ -163,7 +163,7 @@ impl Context {
         if let Some(integrity) = &integrity {
             check(integrity, notes)?;
         }
-        let plan = self.plan_file_range(file.source(), seq, expected.range, false)?;
+        let plan = self.plan_file_range(&file.source(), seq, expected.range, false)?;
         let state_end = plan.end.offset();
         let mut appendices = Appendices::default();
         if integrity.is_none() {
@@ -210,7 +210,7 @@ fn plan_draft<'f>(
         let bytes = blob.end - blob.start;
         let mut source = file.part(blob);
         read_seq_blob_header(&mut source)?;
-        let plan = context.plan_file_range(source, seq, range, false)?;
+        let plan = context.plan_file_range(&source, seq, range, false)?;
         let left = plan.end.left();
         if left > 0 {
             return Err(Error::corrupt("bytes behind the draft state", left, "none"));
