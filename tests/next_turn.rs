@@ -158,13 +158,16 @@ fn starts_cold() {
     Turn::take(&mut Server::start(n_prompt), &saved_conversation(&folder)).say();
 }
 
-/// The lines of the README's table.
-fn readme() -> (String, String) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md");
-    let text = fs::read_to_string(path).unwrap();
-    let table = text.split_once(BEGIN).and_then(|(_, rest)| rest.split_once(END)).expect("the markers").0;
-    let table = table.to_owned();
-    (text, table)
+fn readme_path() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md")
+}
+
+/// The README in three pieces, of which the middle one is the table.
+fn readme() -> [String; 3] {
+    let text = fs::read_to_string(readme_path()).unwrap();
+    let (before, rest) = text.split_once(BEGIN).expect("a marker");
+    let (table, after) = rest.split_once(END).expect("a marker");
+    [format!("{before}{BEGIN}"), table.to_owned(), format!("{END}{after}")]
 }
 
 const HEADER: &str = "| prompt | tokens computed, cold start | restored | drafts accepted, never stopped | restored | \
@@ -191,10 +194,9 @@ fn a_restored_slot_answers_the_next_turn_as_if_it_had_never_been_stopped() {
         assert!(with > without + 100, "{turns:?}");
         table.write_str(&turns.line(*n_prompt)).unwrap();
     }
-    let (text, old) = readme();
+    let [before, old, after] = readme();
     if is_written {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("README.md");
-        fs::write(path, text.replace(&old, &table)).unwrap();
+        fs::write(readme_path(), before + &table + &after).unwrap();
     } else {
         assert!(old.starts_with(&table), "`make restart-figures` writes the README's table:\n{table}");
     }

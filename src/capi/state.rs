@@ -276,9 +276,12 @@ pub unsafe extern "C" fn kvs_state_seq_set_data_ext(
     value_or(0, || unsafe {
         let (flags, append) = restore_flags_of(flags)?;
         let src = host_bytes("src", src, size)?;
-        with_context_mut(ctx, |context| match append {
-            true => context.state_seq_append_data(src, dest_seq_id, flags),
-            false => context.state_seq_set_data(src, dest_seq_id, flags),
+        with_context_mut(ctx, |context| {
+            if append {
+                context.state_seq_append_data(src, dest_seq_id, flags)
+            } else {
+                context.state_seq_set_data(src, dest_seq_id, flags)
+            }
         })
     })
 }

@@ -474,7 +474,7 @@ impl Context {
         dest: Option<Seq>,
     ) -> Result<MemoryPlan<'a>> {
         match dest {
-            Some(dest) => self.plan_file_range(source, dest, PosRange::ALL, false),
+            Some(dest) => self.plan_file_range(&source, dest, PosRange::ALL, false),
             None => self.plan_whole(source),
         }
     }

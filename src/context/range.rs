@@ -146,12 +146,12 @@ impl Context {
     /// What the wanted positions of a sequence's state would do, replacing those of `dest` or behind them.
     pub(crate) fn plan_file_range<'a>(
         &self,
-        source: Source<'a>,
+        source: &Source<'a>,
         dest: Seq,
         range: PosRange,
         append: bool,
     ) -> Result<MemoryPlan<'a>> {
         let params = ReadParams { range, append, ..self.read_params(Scope::Seq(dest)) };
-        self.memory.state_plan(&source, StateFlags::empty(), params)
+        self.memory.state_plan(source, StateFlags::empty(), params)
     }
 }

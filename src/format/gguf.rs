@@ -8,6 +8,8 @@
 //! string: u64 len | bytes        value of type array: u32 type | u64 n | n values, which are no arrays
 //! ```
 
+use std::ops::Range;
+
 use super::BoundedRead;
 use crate::error::{Error, Result};
 
@@ -33,10 +35,10 @@ pub fn skip_gguf_head(input: &mut impl BoundedRead) -> Result<u64> {
     for _ in 0..n_kv {
         input.blob("key")?;
         match input.u32("type of a value")? {
-            ARRAY => skip_array(input)?,
-            STRING => drop(input.blob("value")?),
-            number => drop(input.skip("value", value_size(number)?)?),
-        }
+            ARRAY => skip_array(input),
+            STRING => input.blob("value"),
+            number => input.skip("value", value_size(number)?),
+        }?;
     }
     for _ in 0..n_tensor {
         input.blob("name of a tensor")?;
@@ -50,16 +52,16 @@ pub fn skip_gguf_head(input: &mut impl BoundedRead) -> Result<u64> {
     Ok(input.offset() - start)
 }
 
-fn skip_array(input: &mut impl BoundedRead) -> Result<()> {
+fn skip_array(input: &mut impl BoundedRead) -> Result<Range<u64>> {
     let (number, n) = (input.u32("type of an array")?, input.u64("length of an array")?);
-    if number == STRING {
-        for _ in 0..n {
-            input.blob("string of an array")?;
-        }
-        return Ok(());
+    if number != STRING {
+        return input.skip("array", value_size(number)?.saturating_mul(n));
     }
-    let bytes = value_size(number)?.saturating_mul(n);
-    input.skip("array", bytes).map(drop)
+    let start = input.offset();
+    for _ in 0..n {
+        input.blob("string of an array")?;
+    }
+    Ok(start..input.offset())
 }
 
 /// Bytes of a number.

@@ -131,16 +131,14 @@ fn convert<S, D, const A: usize, const B: usize>(src: &[S], dst: &mut [D], each:
 
 /// Many at once: processors have an instruction for eight of them.
 fn halves_to_f32(row: &[u8], out: &mut [f32]) {
-    match bytemuck::try_cast_slice::<_, f16>(row) {
-        Ok(halves) => halves.convert_to_f32_slice(out),
-        Err(_) => {
-            // Tensors in a blob lie anywhere.
-            let mut aligned = [f16::ZERO; 2 * QK];
-            for (row, out) in row.chunks(size_of_val(&aligned)).zip(out.chunks_mut(aligned.len())) {
-                bytemuck::cast_slice_mut(&mut aligned)[..row.len()].copy_from_slice(row);
-                aligned[..out.len()].convert_to_f32_slice(out);
-            }
-        }
+    if let Ok(halves) = bytemuck::try_cast_slice::<_, f16>(row) {
+        return halves.convert_to_f32_slice(out);
+    }
+    // Tensors in a blob lie anywhere.
+    let mut aligned = [f16::ZERO; 2 * QK];
+    for (row, out) in row.chunks(size_of_val(&aligned)).zip(out.chunks_mut(aligned.len())) {
+        bytemuck::cast_slice_mut(&mut aligned)[..row.len()].copy_from_slice(row);
+        aligned[..out.len()].convert_to_f32_slice(out);
     }
 }
 

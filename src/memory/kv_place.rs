@@ -68,7 +68,9 @@ impl<'a> KvState<'a> {
                 metas = kept.iter().map(|&i| metas[i as usize]).collect();
             }
             if let Some(wanted) = wanted {
-                kept.iter_mut().for_each(|i| *i = wanted[*i as usize]);
+                for i in &mut kept {
+                    *i = wanted[*i as usize];
+                }
             }
             let map = CellMap::new(Move::of_pairs(kept.into_iter().zip(cells.iter().copied())))?;
             streams.push(StreamPlan { src, stream, metas, cells, map, n_src, tensors });

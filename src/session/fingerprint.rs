@@ -36,7 +36,7 @@ pub fn fingerprint<T: AsRef<[u8]>>(
     }
     let mut settings: Vec<_> = settings.iter().map(|(key, value)| (key.as_ref(), value.as_ref())).collect();
     settings.sort_unstable();
-    for pair in settings.windows(2).filter(|pair| pair[0].0 == pair[1].0) {
+    if let Some(pair) = settings.windows(2).find(|pair| pair[0].0 == pair[1].0) {
         let [key, first, second] = [pair[0].0, pair[0].1, pair[1].1].map(<[u8]>::escape_ascii);
         return Err(Error::arg("settings", format!("'{key}' comes twice, as '{first}' and '{second}'")));
     }

@@ -77,7 +77,7 @@ impl Context {
         let seq = self.seq(dest)?;
         let file = StateFile::open(path, FileKind::Sequence, n_token_capacity)?;
         let failed = |error| failed_restore(&file, FileKind::Sequence, error);
-        let plan = self.plan_file_range(file.source(), seq, range, append).map_err(failed)?;
+        let plan = self.plan_file_range(&file.source(), seq, range, append).map_err(failed)?;
         let (state_end, kept) = (plan.end.offset(), plan.kept());
         self.commit_file(&file, &plan).map_err(failed)?;
         drop(plan);

@@ -71,13 +71,11 @@ impl StateTensor<'_> {
 
     /// Channels of the bytes, and bytes of an element: a row, if they are rows. They go to `plane`.
     pub(super) fn strides(&self, plane: &Plane) -> (u32, u64) {
-        match &self.conversion {
-            Some(conversion) => conversion.src_strides(),
-            None => {
-                let strides = plane.shape().strides();
-                (strides.n_channel, strides.elem_size)
-            }
+        if let Some(conversion) = &self.conversion {
+            return conversion.src_strides();
         }
+        let strides = plane.shape().strides();
+        (strides.n_channel, strides.elem_size)
     }
 
     /// Checks what a restore of `n_src` cells to `plane` demands of the bytes.

@@ -1,17 +1,18 @@
 //! A server of one slot that decodes speculatively: a draft model proposes tokens, and the target takes those that it would
 //! have chosen itself. Both choose the likeliest, so what comes out is the target's, whatever the draft proposes.
 //!
-//! The draft model is a part of the target, and sees what the target decodes, as it does: it cannot catch up on a prompt that
-//! only the target has (as draft heads cannot, which read the target's hidden states).
+//! The draft model has the target's weights and a cache of half its size, in f16. It sees what the target decodes, as it does: it
+//! cannot catch up on a prompt that only the target has (as draft heads cannot, which read the target's hidden states).
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::missing_panics_doc, reason = "tests")]
 
 use std::path::Path;
 
+use kvstate::format::GgmlType;
 use kvstate::session::{DraftOutcome, SlotContents, SlotLoadParams, Verify};
 use kvstate::types::{Pos, Swa, Token};
 
-use crate::transformer::{Engine, N_LAYER, Setup};
+use crate::transformer::{Engine, Setup};
 
 /// Most tokens that are proposed at once.
 const MAX_DRAFT: u8 = 8;
@@ -37,7 +38,7 @@ impl Server {
     pub fn start(n_prompt: usize) -> Self {
         let kv_size = u32::try_from(n_prompt + 256).unwrap().next_multiple_of(256);
         let setup = Setup { kv_size, ..Setup::new(Swa::NONE) };
-        let draft = Setup { n_layer: N_LAYER - 1, ..setup };
+        let draft = Setup { element: GgmlType::F16, ..setup };
         Self {
             target: setup.start(),
             draft: draft.start(),

@@ -9,6 +9,7 @@ use crate::types::SeqId;
 
 /// What a folder gave of a slot.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "there is one for each restore")]
 pub enum Restored {
     /// The slot is restored.
     Slot(LoadedSlot),

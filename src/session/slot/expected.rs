@@ -85,24 +85,22 @@ impl Expected {
         context: Option<&Context>,
         notes: &mut Vec<String>,
     ) -> Result<Appendices> {
-        let found = match found {
-            Some(found) => found,
-            None => {
-                let mut in_turn = Appendices::default();
-                let mut said = Vec::new();
-                in_turn.read_in_turn(file, state_end, &mut said);
-                let Some(found) = in_turn.integrity.take() else {
-                    if let Some(damage) = in_turn.damage.take_if(|_| self.unrecorded == Unrecorded::Refused) {
-                        return Err(damage);
-                    }
-                    self.check_without()?;
-                    notes.append(&mut said);
-                    notes.push(NOTHING_COMPARED.to_owned());
-                    return Ok(in_turn);
-                };
-                self.compare(file, &found.integrity, context, notes)?;
-                found
-            }
+        let found = if let Some(found) = found {
+            found
+        } else {
+            let (mut in_turn, mut said) = (Appendices::default(), Vec::new());
+            in_turn.read_in_turn(file, state_end, &mut said);
+            let Some(found) = in_turn.integrity.take() else {
+                if let Some(damage) = in_turn.damage.take_if(|_| self.unrecorded == Unrecorded::Refused) {
+                    return Err(damage);
+                }
+                self.check_without()?;
+                notes.append(&mut said);
+                notes.push(NOTHING_COMPARED.to_owned());
+                return Ok(in_turn);
+            };
+            self.compare(file, &found.integrity, context, notes)?;
+            found
         };
         let end = found.end;
         let mut appendices = Appendices::listed(file, state_end, found, self.verify, notes)?;

@@ -114,13 +114,14 @@ impl Context {
         notes: &mut Vec<String>,
     ) -> Result<(MemoryPlan<'f>, Appendices)> {
         let integrity = expected.at_end(file, Some(self), notes)?;
-        let plan = self.plan_file_range(file.source(), seq, expected.range, false)?;
+        let plan = self.plan_file_range(&file.source(), seq, expected.range, false)?;
         let appendices = expected.behind(file, plan.end.offset(), integrity, Some(self), notes)?;
         Ok((plan, appendices))
     }
 }
 
 /// The end of a memory state, and what is restored of it.
+#[derive(Clone, Copy)]
 pub(super) struct StateEnd {
     pub offset: u64,
     pub kept: Kept,
@@ -198,7 +199,7 @@ fn plan_draft<'f>(
         let bytes = blob.end - blob.start;
         let mut source = file.part(blob);
         read_seq_blob_header(&mut source)?;
-        let plan = context.plan_file_range(source, seq, range, false)?;
+        let plan = context.plan_file_range(&source, seq, range, false)?;
         let left = plan.end.left();
         if left > 0 {
             return Err(Error::corrupt("bytes behind the draft state", left, "none"));
