@@ -40,7 +40,7 @@ fn refusal(bytes: &[u8]) -> String {
     }
 }
 
-fn record(tag: &[u8; 4], texts: &[&str]) -> Vec<u8> {
+fn record(tag: &[u8], texts: &[&str]) -> Vec<u8> {
     let texts = texts.iter().flat_map(|text| string(text));
     tag.iter().copied().chain(texts).collect()
 }

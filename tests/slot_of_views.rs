@@ -201,7 +201,12 @@ fn what_a_server_appends_is_looked_for_where_the_save_has_ended() {
     // As newer llama-server does.
     let states = checkpoint_states(&mut managed());
     let mut bytes = fs::read(&path).unwrap();
-    Checkpoints(checkpoints(&states)).write(|piece| Ok(bytes.extend(piece))).unwrap();
+    Checkpoints(checkpoints(&states))
+        .write(|piece| {
+            bytes.extend(piece);
+            Ok(())
+        })
+        .unwrap();
     fs::write(&path, &bytes).unwrap();
     let loaded = load_slot(&path, &owner(), expected(Verify::Full)).unwrap();
     assert_eq!((loaded.append_start, loaded.checkpoints.len()), (size, 3));
