@@ -258,12 +258,13 @@ fn calls_that_make_no_sense_are_refused() {
     let refused = |result: Result<u64>| result.unwrap_err().to_string();
     let whole = StateWriter::new(-1).save_slot(&path, SlotContents::default(), false);
     assert_eq!(refused(whole), "seq_id: -1, a slot file holds one sequence");
-    let contents = || SlotContents { draft: Some((draft_of_test(), 1)), ..SlotContents::default() };
+    let mut draft = draft();
+    let contents = SlotContents { draft: Some((&mut draft, 1)), ..SlotContents::default() };
     let alone = "draft: a state of views is the target's alone: no draft context can be named";
-    assert_eq!(refused(save_slot(&path, contents())), alone);
+    assert_eq!(refused(save_slot(&path, contents)), alone);
 
     let file = StateFile::open(&path, FileKind::Sequence, 5).unwrap();
-    let params = SlotLoadParams { draft: Some((draft_of_test(), 0)), ..SlotLoadParams::default() };
+    let params = SlotLoadParams { draft: Some((&mut draft, 0)), ..SlotLoadParams::default() };
     assert_eq!(StateReader::of_slot(&file, params).unwrap_err().to_string(), alone);
     let params = SlotLoadParams { p1: Some(4), ..SlotLoadParams::default() };
     let error = StateReader::of_slot(&file, params).unwrap_err();
@@ -279,8 +280,4 @@ fn calls_that_make_no_sense_are_refused() {
     reader.rewind();
     let rewound = "reader: it was rewound: the slot is asked for when the state is planned";
     assert_eq!(reader.slot().unwrap_err().to_string(), rewound);
-}
-
-fn draft_of_test() -> &'static mut Context {
-    Box::leak(Box::new(draft()))
 }
