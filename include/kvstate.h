@@ -159,6 +159,9 @@
 // It cannot be restored into this context: it is of other sections, or cells are missing.
 #define KVS_CHECKPOINT_UNFIT 3
 
+// Bytes of a fingerprint.
+#define KVS_FINGERPRINT_SIZE 32
+
 // A call failed, or something was damaged.
 #define KVS_LOG_ERROR 1
 
@@ -704,6 +707,14 @@ typedef struct kvs_checkpoint_verdict {
     char text[KVS_REASON_SIZE];
 } kvs_checkpoint_verdict;
 
+// A setting that states depend on.
+typedef struct kvs_setting {
+    // Its name, not empty.
+    const char *key;
+    // Its value.
+    const char *value;
+} kvs_setting;
+
 // A context checkpoint: where in the sequence it was taken, and its states. Fill with kvs_slot_checkpoint_init first.
 typedef struct kvs_slot_checkpoint {
     // sizeof(kvs_slot_checkpoint), set by the init call.
@@ -777,6 +788,9 @@ typedef struct kvs_slot_save_params {
 // How much of a slot file is compared with its checksums before anything changes: KVS_VERIFY_*.
 typedef int32_t kvs_verify;
 
+// What a slot file has to have to be loaded: bits KVS_REQUIRE_*.
+typedef uint32_t kvs_require;
+
 // How a slot file is to be loaded. Fill with kvs_slot_load_params_init first.
 typedef struct kvs_slot_load_params {
     // sizeof(kvs_slot_load_params), set by the init call.
@@ -797,9 +811,9 @@ typedef struct kvs_slot_load_params {
     // prompt without its reply. Below 0 (by default): all. Checkpoints that have seen others are left out, and so is the
     // driver's state, if anything is. Refused as in kvs_state_seq_load_file_range.
     kvs_pos p1;
-    // 0.
-    uint32_t reserved;
-    // Whose state it has to be. A file that says nothing of it is loaded, and noted.
+    // What the file has to have: bits KVS_REQUIRE_*, none by default.
+    kvs_require require;
+    // Whose state it has to be. A file that says nothing of it is loaded, and noted, unless it is required to.
     struct kvs_slot_identity identity;
 } kvs_slot_load_params;
 
@@ -823,6 +837,9 @@ typedef struct kvs_slot_result {
     kvs_pos pos_max;
     // Bytes of the target's memory state in the file.
     uint64_t target_size;
+    // Where a server that appends to the file once it is saved has begun to: behind the memory state, or behind the checksums if
+    // they come next.
+    uint64_t append_start;
     // The checkpoints that were kept, oldest first.
     const struct kvs_slot_checkpoint *checkpoints;
     // Their number.
@@ -1112,6 +1129,12 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 
 // Everything: the file is read once for that.
 #define KVS_VERIFY_FULL 2
+
+// The fingerprint of a model; identity.model names one too then.
+#define KVS_REQUIRE_IDENTITY 1
+
+// Checksums that are whole.
+#define KVS_REQUIRE_CHECKSUMS 2
 
 // The file has none.
 #define KVS_SLOT_DRAFT_ABSENT 0
@@ -1822,6 +1845,18 @@ kvs_status kvs_checkpoints_verdict(const struct kvs_checkpoints *checkpoints,
                                    kvs_pos pos,
                                    struct kvs_checkpoint_verdict *verdict_out);
 
+// The fingerprint of a model and its settings, for model in kvs_slot_identity: KVS_FINGERPRINT_SIZE bytes.
+//
+// ggufs: the paths of the model's files, each file of one that is split, and of what else goes into its states, such as
+// adapters; their order counts. Of each the head is read, metadata and the names, types and shapes of tensors, not their data:
+// models that differ in nothing else need a setting that tells them apart. settings: in any order; a key that comes twice is
+// refused. Either may be empty. docs/format.md says how the fingerprint is computed.
+kvs_status kvs_fingerprint(const char *const *ggufs,
+                           size_t n_gguf,
+                           const struct kvs_setting *settings,
+                           size_t n_setting,
+                           uint8_t *fingerprint_out);
+
 // Fills the struct of struct_size bytes at checkpoint with zeroes.
 kvs_status kvs_slot_checkpoint_init(struct kvs_slot_checkpoint *checkpoint, size_t struct_size);
 
@@ -2171,6 +2206,34 @@ kvs_status kvs_state_reader_read_kv_cache(struct kvs_state_reader *reader,
 // read, if one has failed, or if nothing of the state was looked at. If it fails, cells may be set whose data is not
 // there: clear the destination in every section.
 kvs_status kvs_state_reader_finish(struct kvs_state_reader *reader);
+
+// Writes the state of a sequence, and what params say (NULL: no more than that), to a slot file: kvs_slot_save for a writer. In
+// front it is what kvs_state_writer_save_file writes. sync: wait for the disk before the file is renamed into place. *size_out
+// (NULL: not wanted) is the size of the file.
+//
+// draft is NULL in params: a writer's slot file has the target alone, and no sidecar.
+kvs_status kvs_state_writer_save_slot(struct kvs_state_writer *writer,
+                                      const char *filename,
+                                      const struct kvs_slot_save_params *params,
+                                      bool sync,
+                                      size_t *size_out);
+
+// Begins to read the state in a slot file, or in any sequence file, which will replace seq_id: kvs_state_reader_open_file with
+// what kvs_slot_load compares. params may be NULL; draft is NULL in it, and p1 below 0: all positions are restored.
+//
+// Refused: a file of another model or salt, and what verify finds damaged in header, tokens or memory state. The geometry is not
+// compared: only the caller knows its own sections, and the state says most of it.
+kvs_status kvs_state_reader_open_slot(kvs_seq_id seq_id,
+                                      const char *filename,
+                                      const struct kvs_slot_load_params *params,
+                                      const struct kvs_tensor_access *access,
+                                      struct kvs_state_reader **reader_out);
+
+// Fills result with what else a slot file holds, as kvs_slot_load does: to be called once, when every section is planned and
+// before kvs_state_reader_rewind. Identity and checksums that something stands behind are compared now, and the file is refused as
+// by kvs_state_reader_open_slot: nothing has changed then. A draft state is told as dropped.
+kvs_status kvs_state_reader_slot(struct kvs_state_reader *reader,
+                                 struct kvs_slot_result *result);
 
 // Sends the library's log lines to callback; NULL: nowhere, as at the start. One per process. When it returns,
 // no thread is inside the earlier callback.

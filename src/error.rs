@@ -138,10 +138,10 @@ pub enum Error {
         /// What it has to be.
         expected: String,
     },
-    /// A file whose magic or version is unknown; `kind` is "sequence state" or "session".
+    /// A file whose magic or version is unknown; `kind` is "sequence state", "session" or "GGUF".
     #[error("unknown (magic, version) for {kind} file: {magic:08x}, {version:08x}")]
     UnknownVersion {
-        /// "sequence state" or "session".
+        /// "sequence state", "session" or "GGUF".
         kind: &'static str,
         /// First word of the file.
         magic: u32,
@@ -212,6 +212,14 @@ pub enum Error {
     Restore {
         /// "sequence state" or "session".
         kind: &'static str,
+        /// The reason.
+        source: Box<Error>,
+    },
+    /// A model's file that cannot be read as a GGUF; the source says why.
+    #[error("{path}: {source}")]
+    Gguf {
+        /// The file.
+        path: String,
         /// The reason.
         source: Box<Error>,
     },
@@ -426,7 +434,7 @@ impl Error {
             Self::Mismatch { .. } => Status::Mismatch,
             Self::RotationUnstated { .. } => Status::RotationUnstated,
             Self::NoSpace { .. } | Self::NoSlot { .. } => Status::NoSpace,
-            Self::Restore { source, .. } => source.status(),
+            Self::Restore { source, .. } | Self::Gguf { source, .. } => source.status(),
             Self::NoDeviceState { .. } => Status::NoDeviceState,
             Self::CannotShift { .. } => Status::CannotShift,
             Self::ShiftFailed { .. } => Status::ShiftFailed,

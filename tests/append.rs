@@ -67,7 +67,9 @@ fn assert_pieces_are_the_whole(
     let pieces = pieces(&mut source, &[5, 6, 17, 20], decode);
     let whole = save(&mut source, 0, NONE);
     let mut into = new();
-    pieces.iter().for_each(|piece| append(&mut into, piece, 0));
+    for piece in &pieces {
+        append(&mut into, piece, 0);
+    }
     assert_eq!(into.seq_pos_max(0).expect("a sequence"), 19, "{name}");
     assert!(save(&mut into, 0, NONE) == whole, "{name}");
 }
@@ -121,7 +123,7 @@ fn pieces_of_images_are_the_whole() {
         |ctx, positions| {
             let patch = |pos, i| Tok { ext: CellExt { x: i, y: pos, tok: -1 }, ..Tok::new(0, pos) };
             let toks: Vec<Tok> =
-                positions.flat_map(|pos| (0..1 + pos % 3).map(move |i| patch(pos, i))).collect();
+                positions.flat_map(|pos| (0..=pos % 3).map(move |i| patch(pos, i))).collect();
             try_decode(ctx, &toks).expect("a slot");
         },
     );
@@ -148,7 +150,9 @@ fn pieces_restored_in_a_fragmented_cache_hold_the_same_in_other_cells() {
         decode(&mut into, 1, [pos]);
     }
     into.seq_rm(0, -1, -1).expect("a sequence");
-    pieces.iter().for_each(|piece| append(&mut into, piece, 2));
+    for piece in &pieces {
+        append(&mut into, piece, 2);
+    }
     let whole = essence(&save(&mut source, 0, NONE), &sections);
     let mut appended = essence(&save(&mut into, 2, NONE), &sections);
     // The source has used cells again that its window masks, which were in the first piece.
@@ -414,7 +418,9 @@ proptest! {
         let mut source = new();
         let pieces = pieces(&mut source, &ends, decode_attention);
         let mut into = new();
-        pieces.iter().for_each(|piece| append(&mut into, piece, 0));
+        for piece in &pieces {
+            append(&mut into, piece, 0);
+        }
         prop_assert!(save(&mut into, 0, NONE) == save(&mut source, 0, NONE));
     }
 }

@@ -530,7 +530,7 @@ fn a_sidecar_of_another_draft_model_is_dropped_by_name() {
     let reason = dropped(dir.path(), &mut other).1;
     assert_eq!(
         reason,
-        "sidecar auto-slot0.drft: shape: the state has f16 x 4, the cache bf16 x 4 (section kv, K of layer 0)"
+        "sidecar auto-slot0.drft: shape: the state has f16 x 4, the cache bf16 x 4 (section kv, K of layer 0; convert_types allows it)"
     );
 }
 

@@ -24,10 +24,12 @@ fn the_header_checked_in_is_the_one_that_the_sources_give() {
         "device",
         "snapshot",
         "checkpoint",
+        "fingerprint",
         "slot_file",
         "autosave",
         "view",
         "transfer",
+        "slot_transfer",
         "log",
     ] {
         builder = builder.with_src(root.join(format!("src/capi/{module}.rs")));

@@ -12,7 +12,9 @@ use kvstate::format::{
     Checkpoint, CheckpointSpan, Checkpoints, GgmlType, Identity, Integrity, Part, PartKind,
 };
 use kvstate::memory::{KvParams, LayerParams};
-use kvstate::session::{DraftOutcome, Kept, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
+use kvstate::session::{
+    DraftOutcome, Kept, LoadedSlot, Require, SlotContents, SlotLoadParams, Verify, slot_path,
+};
 use kvstate::storage::{ProgressCallback, Threads};
 use kvstate::types::CellExt;
 use kvstate::{Context, Error, Status};
@@ -78,6 +80,7 @@ fn everything_comes_back() {
         tokens: TOKENS.to_vec(),
         kept: Kept { pos_min: 0, pos_max: 11, n_cut: 0 },
         target_bytes: plain(&[]).len() as u64 - 12,
+        append_start: plain(&TOKENS).len() as u64,
         checkpoints: owned.collect(),
         n_checkpoints_in_file: 3,
         draft: DraftOutcome::Restored(save(&mut draft(), 1, slots::support::NONE).len() as u64),
@@ -370,6 +373,63 @@ fn a_model_that_only_one_side_names_is_noted() {
     let contents = SlotContents { identity: nameless, ..SlotContents::default() };
     target().slot_save(&path, 0, contents).unwrap();
     assert_eq!(load(&path).notes, ["the file names no model: not compared"]);
+}
+
+// What a file has to have
+
+/// What a load that requires something of the file at `path` is refused with.
+fn required(path: &Path, require: Require, identity: Identity) -> Error {
+    let mut target = busy_target();
+    let before = image(&target);
+    let params = SlotLoadParams { identity, require, ..none() };
+    let error = target.slot_load(path, 1, params).expect_err("it is refused");
+    assert!(image(&target) == before);
+    error
+}
+
+#[test]
+fn a_file_without_an_identity_is_refused_where_one_is_required() {
+    let (_dir, path) = saved();
+    let model = Identity { model: b"gemma 3".to_vec(), ..Identity::default() };
+    let missing = "failed to restore sequence state: model: the state has none, and it is required, the cache 'gemma 3' \
+        (identity of the slot file)";
+    // Checksums without a model, then neither.
+    target().slot_save(&path, 0, SlotContents::default()).unwrap();
+    let error = required(&path, Require::IDENTITY, model.clone());
+    assert_eq!((error.to_string(), error.status()), (missing.to_owned(), Status::Mismatch));
+    fs::write(&path, plain(&TOKENS)).unwrap();
+    assert_eq!(required(&path, Require::IDENTITY, model).to_string(), missing);
+}
+
+#[test]
+fn a_file_without_checksums_is_refused_where_they_are_required() {
+    let (_dir, path) = saved();
+    let missing = "failed to restore sequence state: checksums: none (expected those of a slot file, which are required)";
+    let mut bytes = fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    for bytes in [plain(&TOKENS), bytes] {
+        fs::write(&path, bytes).unwrap();
+        let error = required(&path, Require::CHECKSUMS, Identity::default());
+        assert_eq!((error.to_string(), error.status()), (missing.to_owned(), Status::Corrupt));
+    }
+}
+
+#[test]
+fn a_file_that_has_what_is_required_is_loaded() {
+    let (_dir, path) = saved();
+    let params = || SlotLoadParams { identity: identity(), require: Require::all(), ..none() };
+    assert_eq!(busy_target().slot_load(&path, 1, params()).unwrap().identity, identity());
+    // Also where something stands behind it.
+    fs::write(&path, [&fs::read(&path).unwrap()[..], b"WHATever"].concat()).unwrap();
+    assert_eq!(busy_target().slot_load(&path, 1, params()).unwrap().identity, identity());
+}
+
+#[test]
+fn who_requires_an_identity_names_a_model() {
+    let (_dir, path) = saved();
+    let nameless = Identity { model: Vec::new(), ..identity() };
+    let error = required(&path, Require::IDENTITY, nameless);
+    assert_eq!(error.to_string(), "require: an identity is required, and the caller names no model");
 }
 
 // What is unknown

@@ -1,6 +1,7 @@
 // The exported state calls that the adapter takes over. What it does not know, it leaves to the original.
 
 #include "access.h"
+#include "identity.h"
 #include "plan.h"
 
 #include "llama-arch.h"
@@ -12,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -90,9 +92,10 @@ void check_arch(llama_context & ctx, reader_io & io) {
     }
 }
 
-// Nothing changes before all of the state is known to fit. False if the memory is of a kind that is not known here.
+// Nothing changes before all of the state is known to fit. False if the memory is of a kind that is not known here. planned looks
+// at what is left then, and may refuse it.
 bool restore(llama_context & ctx, reader_io & io, llama_seq_id seq_id, llama_state_seq_flags flags,
-        bool to_the_end = false) {
+        const std::function<void()> & planned = {}) {
     llama_memory_t memory = ctx.get_memory();
     const auto begin = [&] {
         if (seq_id == WHOLE_CONTEXT) {
@@ -109,10 +112,8 @@ bool restore(llama_context & ctx, reader_io & io, llama_seq_id seq_id, llama_sta
         (void) said;
         return false;
     }
-    const size_t left = kvs_state_reader_left(io.reader);
-    if (to_the_end && left > 0) {
-        throw std::runtime_error("did not read all of the session file data: " + std::to_string(left) +
-                " bytes behind the state");
+    if (planned) {
+        planned();
     }
     // a pending copy into this sequence's stream would go over what is restored
     apply_pending(ctx);
@@ -146,15 +147,32 @@ size_t get_data(llama_context & ctx, uint8_t * dst, size_t size, llama_seq_id se
     return n;
 }
 
-size_t save_file(llama_context & ctx, const char * filepath, llama_seq_id seq_id, const llama_token * tokens,
+// llama.cpp never syncs.
+bool sync_files() { return !std::getenv("KVSTATE_UNSYNCED_FILES"); }
+
+size_t save_whole_file(llama_context & ctx, const char * filepath, const llama_token * tokens, size_t n_token_count) {
+    apply_pending(ctx);
+    writer_io io(WHOLE_CONTEXT);
+    collect(ctx, io, WHOLE_CONTEXT, LLAMA_STATE_SEQ_FLAGS_NONE);
+    const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count, sync_files());
+    check(n ? KVS_STATUS_OK : kvs_last_status());
+    return n;
+}
+
+// With identity and checksums behind the state, which llama.cpp passes over.
+size_t save_slot(llama_context & ctx, const char * filepath, llama_seq_id seq_id, const llama_token * tokens,
         size_t n_token_count) {
     apply_pending(ctx);
     writer_io io(seq_id);
     collect(ctx, io, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
-    // llama.cpp never syncs
-    const bool sync = !std::getenv("KVSTATE_UNSYNCED_FILES");
-    const size_t n = kvs_state_writer_save_file(io.writer, filepath, tokens, n_token_count, sync);
-    check(n ? KVS_STATUS_OK : kvs_last_status());
+    const auto model = fingerprint_of(ctx);
+    kvs_slot_save_params params = kvs_slot_save_default_params();
+    params.tokens              = tokens;
+    params.n_tokens            = n_token_count;
+    params.identity.model      = model.data();
+    params.identity.model_size = model.size();
+    size_t n = 0;
+    check(kvs_state_writer_save_slot(io.writer, filepath, &params, sync_files(), &n));
     return n;
 }
 
@@ -168,29 +186,90 @@ size_t count_tokens(const char * filepath, llama_seq_id dest_seq_id, size_t * n_
     return 3 * sizeof(uint32_t);
 }
 
-// The offset behind the state; 0 if llama.cpp has to do it.
-size_t load_file(llama_context & ctx, const char * filepath, llama_seq_id dest_seq_id, llama_token * tokens_out,
-        size_t n_token_capacity, size_t * n_token_count_out) {
-    ctx.synchronize();
-    kvs_state_reader * reader = nullptr;
-    check(kvs_state_reader_open_file(dest_seq_id, filepath, n_token_capacity, &backend_access(), &reader));
-    reader_io io(reader);
-    try {
-        if (!restore(ctx, io, dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE, dest_seq_id == WHOLE_CONTEXT)) {
-            return 0;
-        }
-    } catch (const std::exception & err) {
-        throw std::runtime_error(std::string("failed to restore ") +
-                (dest_seq_id == WHOLE_CONTEXT ? "session" : "sequence") + " state: " + err.what());
-    }
+std::runtime_error not_restored(const char * what, const std::exception & err) {
+    const std::string prefix = std::string("failed to restore ") + what + ": ", reason = err.what();
+    return std::runtime_error(reason.compare(0, prefix.size(), prefix) == 0 ? reason : prefix + reason);
+}
+
+size_t give_tokens(kvs_state_reader * reader, llama_token * tokens_out) {
     const llama_token * tokens = nullptr;
     size_t n_tokens = 0;
     check(kvs_state_reader_tokens(reader, &tokens, &n_tokens));
     if (n_tokens > 0) {
         std::memcpy(tokens_out, tokens, n_tokens * sizeof(llama_token));
     }
-    *n_token_count_out = n_tokens;
-    return io.n_bytes();
+    return n_tokens;
+}
+
+// False if llama.cpp has to do it.
+bool load_whole_file(llama_context & ctx, const char * filepath, llama_token * tokens_out, size_t n_token_capacity,
+        size_t * n_token_count_out) {
+    ctx.synchronize();
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_open_file(WHOLE_CONTEXT, filepath, n_token_capacity, &backend_access(), &reader));
+    reader_io io(reader);
+    const auto check_end = [&] {
+        if (const size_t left = kvs_state_reader_left(reader)) {
+            throw std::runtime_error("did not read all of the session file data: " + std::to_string(left) +
+                    " bytes behind the state");
+        }
+    };
+    try {
+        if (!restore(ctx, io, WHOLE_CONTEXT, LLAMA_STATE_SEQ_FLAGS_NONE, check_end)) {
+            return false;
+        }
+    } catch (const std::exception & err) {
+        throw not_restored("session", err);
+    }
+    *n_token_count_out = give_tokens(reader, tokens_out);
+    return true;
+}
+
+// What is compared before anything changes; KVSTATE_VERIFY says less.
+kvs_verify verify_level() {
+    const char * level = std::getenv("KVSTATE_VERIFY");
+    const std::string name = level ? level : "full";
+    return name == "none" ? KVS_VERIFY_NONE : name == "headers" ? KVS_VERIFY_HEADERS : KVS_VERIFY_FULL;
+}
+
+// Of a file whose state has been planned: compares what could not be compared before, says what is amiss behind the state. The
+// offset at which a server has appended to it: what the save has returned.
+size_t look_behind(kvs_state_reader * reader) {
+    kvs_slot_result result = kvs_slot_result_default();
+    check(kvs_state_reader_slot(reader, &result));
+    for (size_t i = 0; i < result.n_note; ++i) {
+        LLAMA_LOG_WARN("kvstate: slot file: %s\n", result.notes[i]);
+    }
+    const size_t end = result.append_start;
+    kvs_slot_result_free(&result);
+    return end;
+}
+
+// The offset behind the state and its checksums; 0 if llama.cpp has to do it.
+size_t load_slot(llama_context & ctx, const char * filepath, llama_seq_id dest_seq_id, llama_token * tokens_out,
+        size_t n_token_capacity, size_t * n_token_count_out) {
+    ctx.synchronize();
+    const auto model = fingerprint_of(ctx);
+    kvs_slot_load_params params = kvs_slot_load_default_params();
+    params.n_token_capacity    = n_token_capacity;
+    params.n_ctx_checkpoints   = 0; // they are the server's
+    params.verify              = verify_level();
+    params.identity.model      = model.data();
+    params.identity.model_size = model.size();
+    kvs_state_reader * reader = nullptr;
+    check(kvs_state_reader_open_slot(dest_seq_id, filepath, &params, &backend_access(), &reader));
+    reader_io io(reader);
+    // without a memory nothing is planned
+    size_t end = io.n_bytes();
+    try {
+        if (!restore(ctx, io, dest_seq_id, LLAMA_STATE_SEQ_FLAGS_NONE, [&] { end = look_behind(reader); })) {
+            return 0;
+        }
+    } catch (const std::exception & err) {
+        throw not_restored("sequence state", err);
+    }
+    *n_token_count_out = give_tokens(reader, tokens_out);
+    return end;
 }
 
 // States that stay behind. Those whose tensors kvstate reaches, on the host or on CUDA devices, are kept here, by kvstate,
@@ -351,14 +430,14 @@ size_t llama_state_set_data(llama_context * ctx, const uint8_t * src, size_t siz
 bool llama_state_load_file(llama_context * ctx, const char * path_session, llama_token * tokens_out,
         size_t n_token_capacity, size_t * n_token_count_out) {
     return guarded(__func__, [&]() -> size_t {
-        return load_file(*ctx, path_session, WHOLE_CONTEXT, tokens_out, n_token_capacity, n_token_count_out) > 0 ||
+        return load_whole_file(*ctx, path_session, tokens_out, n_token_capacity, n_token_count_out) ||
             ORIGINAL(llama_state_load_file)(ctx, path_session, tokens_out, n_token_capacity, n_token_count_out);
     });
 }
 
 bool llama_state_save_file(llama_context * ctx, const char * path_session, const llama_token * tokens,
         size_t n_token_count) {
-    return guarded(__func__, [&] { return save_file(*ctx, path_session, WHOLE_CONTEXT, tokens, n_token_count); });
+    return guarded(__func__, [&] { return save_whole_file(*ctx, path_session, tokens, n_token_count); });
 }
 
 size_t llama_state_seq_get_size_ext(llama_context * ctx, llama_seq_id seq_id, llama_state_seq_flags flags) {
@@ -408,7 +487,7 @@ size_t llama_state_seq_save_file(llama_context * ctx, const char * filepath, lla
         const llama_token * tokens, size_t n_token_count) {
     return guarded(__func__, [&] {
         check_call(*ctx, seq_id, LLAMA_STATE_SEQ_FLAGS_NONE);
-        return save_file(*ctx, filepath, seq_id, tokens, n_token_count);
+        return save_slot(*ctx, filepath, seq_id, tokens, n_token_count);
     });
 }
 
@@ -419,7 +498,7 @@ size_t llama_state_seq_load_file(llama_context * ctx, const char * filepath, lla
         if (!tokens_out) {
             return count_tokens(filepath, dest_seq_id, n_token_count_out);
         }
-        const size_t n = load_file(*ctx, filepath, dest_seq_id, tokens_out, n_token_capacity, n_token_count_out);
+        const size_t n = load_slot(*ctx, filepath, dest_seq_id, tokens_out, n_token_capacity, n_token_count_out);
         return n ? n : ORIGINAL(llama_state_seq_load_file)(ctx, filepath, dest_seq_id, tokens_out,
                 n_token_capacity, n_token_count_out);
     });

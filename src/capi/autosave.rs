@@ -384,6 +384,7 @@ fn cold(notes: Vec<String>) -> LoadedSlot {
         tokens: Vec::new(),
         kept: Kept::NOTHING,
         target_bytes: 0,
+        append_start: 0,
         checkpoints: Vec::new(),
         n_checkpoints_in_file: 0,
         draft: DraftOutcome::Absent,

@@ -14,7 +14,7 @@ use super::{kvs_pos, kvs_seq_id, kvs_token};
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Checkpoint, CheckpointSpan, Identity};
-use crate::session::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, Verify, slot_path};
+use crate::session::{DraftOutcome, LoadedSlot, Require, SlotContents, SlotLoadParams, Verify, slot_path};
 use crate::types::SeqId;
 
 /// How much of a slot file is compared with its checksums before anything changes: KVS_VERIFY_*.
@@ -26,6 +26,18 @@ pub const KVS_VERIFY_NONE: kvs_verify = 0;
 pub const KVS_VERIFY_HEADERS: kvs_verify = 1;
 /// Everything: the file is read once for that.
 pub const KVS_VERIFY_FULL: kvs_verify = 2;
+
+/// What a slot file has to have to be loaded: bits KVS_REQUIRE_*.
+pub type kvs_require = u32;
+
+/// The fingerprint of a model; identity.model names one too then.
+pub const KVS_REQUIRE_IDENTITY: kvs_require = 1;
+/// Checksums that are whole.
+pub const KVS_REQUIRE_CHECKSUMS: kvs_require = 2;
+
+const _: () = assert!(
+    KVS_REQUIRE_IDENTITY == Require::IDENTITY.bits() && KVS_REQUIRE_CHECKSUMS == Require::CHECKSUMS.bits()
+);
 
 /// What became of the draft state of a slot file: KVS_SLOT_DRAFT_*.
 pub type kvs_slot_draft = i32;
@@ -188,9 +200,9 @@ pub struct kvs_slot_load_params {
     /// prompt without its reply. Below 0 (by default): all. Checkpoints that have seen others are left out, and so is the
     /// driver's state, if anything is. Refused as in kvs_state_seq_load_file_range.
     pub p1: kvs_pos,
-    /// 0.
-    pub reserved: u32,
-    /// Whose state it has to be. A file that says nothing of it is loaded, and noted.
+    /// What the file has to have: bits KVS_REQUIRE_*, none by default.
+    pub require: kvs_require,
+    /// Whose state it has to be. A file that says nothing of it is loaded, and noted, unless it is required to.
     pub identity: kvs_slot_identity,
 }
 
@@ -210,7 +222,7 @@ unsafe impl Params for kvs_slot_load_params {
             draft_seq_id: 0,
             verify: KVS_VERIFY_NONE,
             p1: -1,
-            reserved: 0,
+            require: 0,
             identity: NOBODY,
         }
     }
@@ -250,6 +262,9 @@ pub struct kvs_slot_result {
     pub pos_max: kvs_pos,
     /// Bytes of the target's memory state in the file.
     pub target_size: u64,
+    /// Where a server that appends to the file once it is saved has begun to: behind the memory state, or behind the checksums if
+    /// they come next.
+    pub append_start: u64,
     /// The checkpoints that were kept, oldest first.
     pub checkpoints: *const kvs_slot_checkpoint,
     /// Their number.
@@ -292,6 +307,7 @@ unsafe impl Params for kvs_slot_result {
             pos_min: 0,
             pos_max: 0,
             target_size: 0,
+            append_start: 0,
             checkpoints: ptr::null(),
             n_checkpoint: 0,
             n_checkpoint_in_file: 0,
@@ -424,6 +440,22 @@ pub unsafe extern "C" fn kvs_slot_result_free(result: *mut kvs_slot_result) {
     });
 }
 
+/// What a slot file is to hold, but for the draft's state.
+pub(super) unsafe fn contents<'a>(params: &kvs_slot_save_params) -> Result<SlotContents<'a>> {
+    // SAFETY: passed on.
+    unsafe {
+        let checkpoints = params::read_array("checkpoints", params.checkpoints, params.n_checkpoint)?;
+        Ok(SlotContents {
+            tokens: array("tokens", params.tokens, params.n_tokens)?,
+            checkpoints: checkpoints.iter().map(|c| checkpoint(c)).collect::<Result<_>>()?,
+            draft: None,
+            driver: array("driver", params.driver, params.driver_size)?,
+            identity: identity(&params.identity)?,
+            sidecar: params::flag("sidecar", params.sidecar)?,
+        })
+    }
+}
+
 /// Runs a save of what params say.
 pub(super) unsafe fn with_contents<T>(
     ctx: *mut kvs_context,
@@ -432,16 +464,31 @@ pub(super) unsafe fn with_contents<T>(
 ) -> Result<T> {
     // SAFETY: passed on.
     unsafe {
-        let sidecar = params::flag("sidecar", params.sidecar)?;
-        let tokens = array("tokens", params.tokens, params.n_tokens)?;
-        let driver = array("driver", params.driver, params.driver_size)?;
-        let identity = identity(&params.identity)?;
-        let checkpoints = params::read_array("checkpoints", params.checkpoints, params.n_checkpoint)?;
-        let checkpoints = checkpoints.iter().map(|c| checkpoint(c)).collect::<Result<_>>()?;
+        let contents = contents(params)?;
         with_target_and_draft(ctx, (params.draft, params.draft_seq_id), |context, draft| {
-            save(context, SlotContents { tokens, checkpoints, draft, driver, identity, sidecar })
+            save(context, SlotContents { draft, ..contents })
         })
     }
+}
+
+/// How a slot is loaded, but for the draft.
+pub(super) unsafe fn load_params<'a>(params: &kvs_slot_load_params) -> Result<SlotLoadParams<'a>> {
+    let kvs_slot_load_params { n_token_capacity, n_ctx_checkpoints, verify, p1, require, .. } = *params;
+    let verify = match verify {
+        KVS_VERIFY_NONE => Verify::None,
+        KVS_VERIFY_HEADERS => Verify::Headers,
+        KVS_VERIFY_FULL => Verify::Full,
+        other => {
+            return Err(Error::arg("verify", format!("{other} is out of range [0, {KVS_VERIFY_FULL}]")));
+        }
+    };
+    let p1 = (p1 >= 0).then_some(p1);
+    let known = Require::all().bits();
+    let require = Require::from_bits(require)
+        .ok_or_else(|| Error::arg("require", format!("{require:#x} (known: {known:#x})")))?;
+    // SAFETY: passed on.
+    let identity = unsafe { identity(&params.identity) }?;
+    Ok(SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft: None, identity, verify, p1, require })
 }
 
 /// Runs a load as params say.
@@ -450,24 +497,11 @@ pub(super) unsafe fn with_load_params<T>(
     params: &kvs_slot_load_params,
     load: impl FnOnce(&mut Context, SlotLoadParams<'_>) -> Result<T>,
 ) -> Result<T> {
-    let verify = match params.verify {
-        KVS_VERIFY_NONE => Verify::None,
-        KVS_VERIFY_HEADERS => Verify::Headers,
-        KVS_VERIFY_FULL => Verify::Full,
-        other => {
-            return Err(Error::arg("verify", format!("{other} is out of range [0, {KVS_VERIFY_FULL}]")));
-        }
-    };
-    if params.reserved != 0 {
-        return Err(Error::arg("reserved", format!("{}, it is 0", params.reserved)));
-    }
-    let kvs_slot_load_params { n_token_capacity, n_ctx_checkpoints, p1, .. } = *params;
-    let p1 = (p1 >= 0).then_some(p1);
     // SAFETY: passed on.
     unsafe {
-        let identity = identity(&params.identity)?;
+        let load_params = load_params(params)?;
         with_target_and_draft(ctx, (params.draft, params.draft_seq_id), |context, draft| {
-            load(context, SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify, p1 })
+            load(context, SlotLoadParams { draft, ..load_params })
         })
     }
 }
@@ -493,7 +527,7 @@ unsafe fn with_target_and_draft<T>(
     }
 }
 
-unsafe fn file_path(filename: *const c_char, directory: *const c_char) -> Result<PathBuf> {
+pub(super) unsafe fn file_path(filename: *const c_char, directory: *const c_char) -> Result<PathBuf> {
     // SAFETY: passed on.
     unsafe {
         if directory.is_null() {
@@ -572,6 +606,7 @@ pub(super) fn result_of(loaded: LoadedSlot) -> kvs_slot_result {
         pos_min: loaded.kept.pos_min,
         pos_max: loaded.kept.pos_max,
         target_size: loaded.target_bytes,
+        append_start: loaded.append_start,
         checkpoints: checkpoints.as_ptr(),
         n_checkpoint: checkpoints.len(),
         n_checkpoint_in_file: loaded.n_checkpoints_in_file,

@@ -30,7 +30,7 @@ use crate::types::StateFlags;
 /// Until it is freed, nobody writes the tensors that were named and what a view points to stays where it is.
 pub struct kvs_state_writer {
     /// Declared before what it borrows from.
-    writer: StateWriter<'static>,
+    pub(super) writer: StateWriter<'static>,
     views: Vec<Rc<KvView>>,
     planes: Vec<Rc<Plane>>,
     access: Option<CallerTensors>,
@@ -53,10 +53,10 @@ impl Tagged for kvs_state_writer {
 /// Until it is freed, the bytes of the state stay as they are, and the cache is changed through it alone.
 pub struct kvs_state_reader {
     /// Declared before what it borrows from.
-    reader: StateReader<'static>,
-    file: Option<Rc<StateFile>>,
-    seq_id: kvs_seq_id,
-    access: Option<CallerTensors>,
+    pub(super) reader: StateReader<'static>,
+    pub(super) file: Option<Rc<StateFile>>,
+    pub(super) seq_id: kvs_seq_id,
+    pub(super) access: Option<CallerTensors>,
 }
 
 impl Tagged for kvs_state_reader {
@@ -591,7 +591,7 @@ pub unsafe extern "C" fn kvs_state_reader_finish(reader: *mut kvs_state_reader) 
 }
 
 /// -1, or a sequence that some context may have; which ones a view has, it checks itself.
-fn check_seq_id(seq_id: kvs_seq_id) -> Result<()> {
+pub(super) fn check_seq_id(seq_id: kvs_seq_id) -> Result<()> {
     let n_seq_max = crate::types::MAX_SEQ;
     if seq_id == -1 || crate::types::Seq::new(seq_id, n_seq_max).is_some() {
         return Ok(());

@@ -195,7 +195,7 @@ pub struct Part {
 pub struct Integrity {
     /// Whose state it is.
     pub identity: Identity,
-    /// The sections of the target.
+    /// The sections of the target; empty where nobody says them.
     pub geometry: Vec<SectionGeometry>,
     /// The parts of the file, in order.
     pub parts: Vec<Part>,
@@ -304,7 +304,9 @@ impl Integrity {
                 record(tag, bytes);
             }
         }
-        record(GEOMETRY, &geometry_bytes(geometry));
+        if !geometry.is_empty() {
+            record(GEOMETRY, &geometry_bytes(geometry));
+        }
         for Part { kind, crc32c, len } in parts {
             let words = u64::from(kind.magic()) | u64::from(*crc32c) << 32;
             record(PART, &[words.to_le_bytes(), len.to_le_bytes()].concat());

@@ -9,6 +9,7 @@ mod crc32c;
 mod cursor;
 mod draft_state;
 mod ggml;
+mod gguf;
 mod header;
 mod integrity;
 mod quants;
@@ -19,6 +20,7 @@ pub use crc32c::{crc32c_append, crc32c_combine};
 pub use cursor::Cursor;
 pub use draft_state::DraftState;
 pub use ggml::GgmlType;
+pub use gguf::skip_gguf_head;
 pub use header::{
     FileHeader, FileKind, SEQ_BLOB_HEADER_LEN, SEQ_BLOB_MAGIC, StateVersion, token_bytes, tokens_of,
 };

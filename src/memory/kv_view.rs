@@ -104,6 +104,10 @@ impl ViewPlan<'_> {
         &self.geometry.name
     }
 
+    pub(super) fn kv(&self) -> Option<&KvPlan<'_>> {
+        self.plan.as_ref()
+    }
+
     /// Whether it was made for a cache like this one.
     pub fn is_of(&self, view: &KvView) -> bool {
         self.geometry == view.geometry

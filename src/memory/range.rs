@@ -1,5 +1,7 @@
 //! States of a part of a sequence: where one can end, and what is kept of it.
 
+use super::kv_read::KvPlan;
+use super::kv_view::ViewPlan;
 use super::rewind::{Reach, RewindObstacle, whole_end};
 use super::section::SectionPlan;
 use super::{Memory, MemoryPlan, ReadParams, Scope, Section};
@@ -26,6 +28,13 @@ impl Kept {
     #[must_use]
     pub fn n_tokens(&self, n_tokens: usize) -> usize {
         n_tokens.saturating_sub(self.n_cut)
+    }
+
+    /// What views will take.
+    pub(crate) fn of_views<'a>(plans: impl Iterator<Item = &'a ViewPlan<'a>>) -> Self {
+        let mut seen = Seen::NOTHING;
+        plans.filter_map(ViewPlan::kv).for_each(|plan| seen.add(plan));
+        seen.kept
     }
 }
 
@@ -117,28 +126,39 @@ impl Memory {
     }
 }
 
+/// What is taken of the sections seen so far, and the cells of the largest.
+struct Seen {
+    kept: Kept,
+    n_most: usize,
+}
+
+impl Seen {
+    const NOTHING: Self = Self { kept: Kept::NOTHING, n_most: 0 };
+
+    fn add(&mut self, plan: &KvPlan<'_>) {
+        self.kept.n_cut = self.kept.n_cut.max(plan.found.n_cut);
+        let metas = || plan.streams.iter().flat_map(|stream| &stream.metas).map(|meta| meta.pos);
+        let n = metas().count();
+        if let Some((min, max)) = metas().min().zip(metas().max()).filter(|_| n > self.n_most) {
+            (self.kept.pos_min, self.kept.pos_max, self.n_most) = (min, max, n);
+        }
+    }
+}
+
 impl MemoryPlan<'_> {
     /// What will be taken of the state of a sequence.
     pub fn kept(&self) -> Kept {
-        let mut kept = Kept { pos_min: -1, pos_max: -1, n_cut: 0 };
-        let mut n_most = 0;
+        let mut seen = Seen::NOTHING;
         for plan in &self.sections {
             match plan {
-                SectionPlan::Kv(plan) => {
-                    kept.n_cut = kept.n_cut.max(plan.found.n_cut);
-                    let metas = || plan.streams.iter().flat_map(|stream| &stream.metas).map(|meta| meta.pos);
-                    let n = metas().count();
-                    if let Some((min, max)) = metas().min().zip(metas().max()).filter(|_| n > n_most) {
-                        (kept.pos_min, kept.pos_max, n_most) = (min, max, n);
-                    }
-                }
-                SectionPlan::Recurrent(plan) if n_most == 0 => {
+                SectionPlan::Kv(plan) => seen.add(plan),
+                SectionPlan::Recurrent(plan) if seen.n_most == 0 => {
                     let pos = plan.pos.unwrap_or(-1);
-                    (kept.pos_min, kept.pos_max) = (pos, pos);
+                    (seen.kept.pos_min, seen.kept.pos_max) = (pos, pos);
                 }
                 SectionPlan::Recurrent(_) | SectionPlan::Dsv4(_) | SectionPlan::Nothing => {}
             }
         }
-        kept
+        seen.kept
     }
 }

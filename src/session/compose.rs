@@ -8,9 +8,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::StateFile;
+use super::slot::OpenedSlot;
 use crate::error::{Error, Result};
 use crate::format::{self, Cursor, FileKind, SEQ_BLOB_HEADER_LEN};
-use crate::memory::{KvView, SlotInfos, ViewPlan};
+use crate::memory::{Kept, KvView, SlotInfos, ViewPlan};
 use crate::state::{CountSink, DeviceSink, DeviceState, Input, RecordSink, Sink, SliceSink, Source};
 use crate::storage::{
     self, CallerStream, CellMap, Plane, ProgressCallback, Region, Scatter, TensorBytes, Threads, Transfer,
@@ -21,10 +22,10 @@ use crate::types::{SeqId, StateFlags, Token};
 #[derive(Debug)]
 pub struct StateWriter<'a> {
     /// -1: the whole context.
-    seq_id: SeqId,
-    record: RecordSink<'a>,
-    transfer: Transfer,
-    progress: Option<ProgressCallback>,
+    pub(super) seq_id: SeqId,
+    pub(super) record: RecordSink<'a>,
+    pub(super) transfer: Transfer,
+    pub(super) progress: Option<ProgressCallback>,
 }
 
 impl<'a> StateWriter<'a> {
@@ -169,7 +170,7 @@ pub struct StateReader<'a> {
     start: Source<'a>,
     source: Source<'a>,
     /// Since the rewind, what was planned is read.
-    reading: bool,
+    pub(super) reading: bool,
     /// Sections that were planned, those that have been read since included.
     n_planned: usize,
     planned: VecDeque<Planned<'a>>,
@@ -180,7 +181,9 @@ pub struct StateReader<'a> {
     legacy_partial: bool,
     transfer: Transfer,
     /// Where the state is, if it is in a file.
-    file: Option<&'a StateFile>,
+    pub(super) file: Option<&'a StateFile>,
+    /// What else that file holds, if it is read as a slot.
+    pub(super) slot: Option<OpenedSlot>,
 }
 
 impl<'a> StateReader<'a> {
@@ -236,6 +239,7 @@ impl<'a> StateReader<'a> {
             legacy_partial: false,
             transfer: Transfer::shared(),
             file: None,
+            slot: None,
         }
     }
 
@@ -269,6 +273,11 @@ impl<'a> StateReader<'a> {
         self.source.left()
     }
 
+    /// What will be taken by the views that were planned.
+    pub(super) fn kept(&self) -> Kept {
+        Kept::of_views(self.planned.iter().map(|planned| &planned.plan))
+    }
+
     /// Goes back to the first section, to read what was planned.
     pub fn rewind(&mut self) {
         self.source = self.start.clone();
@@ -278,8 +287,13 @@ impl<'a> StateReader<'a> {
     /// Starts over: forgets what was planned and read. With `legacy_partial`, full-attention sections of partial states
     /// are expected: llama.cpp wrote them until October 2026.
     pub fn restart(&mut self, legacy_partial: bool) {
-        *self =
-            Self { legacy_partial, transfer: self.transfer.clone(), ..Self::of_source(self.start.clone()) };
+        *self = Self {
+            legacy_partial,
+            transfer: self.transfer.clone(),
+            file: self.file,
+            slot: self.slot.take(),
+            ..Self::of_source(self.start.clone())
+        };
     }
 
     /// The next bytes.

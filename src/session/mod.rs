@@ -6,6 +6,7 @@
 
 mod autosave;
 mod compose;
+mod fingerprint;
 mod job;
 mod range;
 mod replace;
@@ -26,9 +27,12 @@ use crate::types::{PosRange, SeqId, StateFlags, Token};
 pub use crate::memory::Kept;
 pub use autosave::{Autosave, AutosaveParams, AutosavedSlot, Restored, Saved};
 pub use compose::{StateReader, StateWriter};
+pub use fingerprint::{FINGERPRINT_LEN, fingerprint};
 pub use job::Job;
 pub use range::{LoadedRange, RangeLoadParams};
-pub use slot::{DraftOutcome, LoadedSlot, SlotContents, SlotLoadParams, SlotSnapshot, Verify, slot_path};
+pub use slot::{
+    DraftOutcome, LoadedSlot, Require, SlotContents, SlotLoadParams, SlotSnapshot, Verify, slot_path,
+};
 pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
 
 use replace::Replacement;

@@ -173,7 +173,8 @@ pub fn seq_file_tokens(path: impl AsRef<Path>) -> Result<Vec<Token>> {
     StateFile::open(path, FileKind::Sequence, usize::MAX).map(StateFile::into_tokens)
 }
 
-fn open(path: &Path, kind: FileKind) -> Result<(File, u64, FileHeader)> {
+/// Opens a file to be read; returns its size too.
+pub(super) fn open_regular(path: &Path) -> Result<(File, u64)> {
     let failed = |op| move |source| Error::Io { op, path: path.display().to_string(), source };
     // Before it is opened, which would wait for the other end of a pipe.
     let metadata = fs::metadata(path).map_err(failed("open"))?;
@@ -185,6 +186,11 @@ fn open(path: &Path, kind: FileKind) -> Result<(File, u64, FileHeader)> {
     }
     let file = File::open(path).map_err(failed("open"))?;
     let size = file.metadata().map_err(failed("read"))?.len();
+    Ok((file, size))
+}
+
+fn open(path: &Path, kind: FileKind) -> Result<(File, u64, FileHeader)> {
+    let (file, size) = open_regular(path)?;
     let mut source = Source::file(&file, 0, size, StateVersion::CURRENT, &[]);
     let head = source.bytes("header", size.min(FileHeader::LEN as u64)).map_err(|e| with_path(e, path))?;
     let header = FileHeader::read(&mut Cursor::new(&head), kind)?;

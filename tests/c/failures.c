@@ -165,12 +165,14 @@ static void unknown_flag_bits_are_refused(void) {
     open_context();
     state before = save(ctx, -1);
     uint8_t bytes[4096];
-    const kvs_state_seq_flags unknown[] = {4, 1 << 16, (kvs_state_seq_flags)1 << 31, 7};
+    const kvs_state_seq_flags unknown[] = {4, 1 << 17, (kvs_state_seq_flags)1 << 31, 7};
     for (size_t i = 0; i < sizeof unknown / sizeof unknown[0]; i++) {
         BAD(kvs_state_seq_get_size_ext(ctx, 0, unknown[i]), 0, "unknown state flags");
         BAD(kvs_state_seq_get_data_ext(ctx, bytes, sizeof bytes, 0, unknown[i]), 0, "unknown state flags");
         BAD(kvs_state_seq_set_data_ext(ctx, bytes, sizeof bytes, 0, unknown[i]), 0, "unknown state flags");
     }
+    BAD(kvs_state_seq_get_size_ext(ctx, 0, KVS_STATE_SEQ_FLAGS_APPEND), 0, "APPEND is for calls that restore");
+    BAD(kvs_state_seq_get_data_ext(ctx, bytes, sizeof bytes, 0, KVS_STATE_SEQ_FLAGS_APPEND), 0, "APPEND is for calls that restore");
     check_unchanged(ctx, before);
     kvs_context_free(ctx);
 }

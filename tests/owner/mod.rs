@@ -1,4 +1,6 @@
 //! A small owner of cells and tensors, as llama.cpp is one: full scans over plain vectors.
+#![allow(dead_code, reason = "each test binary uses a part")]
+
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;

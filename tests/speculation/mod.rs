@@ -12,7 +12,7 @@ use kvstate::format::GgmlType;
 use kvstate::session::{DraftOutcome, SlotContents, SlotLoadParams, Verify};
 use kvstate::types::{Pos, Swa, Token};
 
-use crate::transformer::{Engine, Setup};
+use crate::transformer::{Engine, Logits, Setup};
 
 /// Most tokens that are proposed at once.
 const MAX_DRAFT: u8 = 8;
@@ -90,7 +90,7 @@ impl Server {
         }
         self.draft.decode(0, pos(n_past + batch.len() - 1), &batch[batch.len() - 1..]);
         let chosen: Vec<Token> =
-            self.target.decode(0, pos(n_past), &batch).iter().map(|l| l.best()).collect();
+            self.target.decode(0, pos(n_past), &batch).iter().map(Logits::best).collect();
         let n = batch[1..].iter().zip(&chosen).take_while(|(proposed, chosen)| proposed == chosen).count();
         self.n_drafted += batch.len() - 1;
         self.n_accepted += n;

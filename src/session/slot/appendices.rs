@@ -12,19 +12,27 @@ use crate::session::StateFile;
 pub(super) struct Appendices {
     pub checkpoints: Vec<Checkpoint<Range<u64>>>,
     pub draft: Option<DraftState<Range<u64>>>,
-    pub integrity: Option<Integrity>,
+    pub integrity: Option<Found>,
     /// Where nothing lists them, what is wrong with the first that is damaged.
     pub damage: Option<Error>,
 }
 
+/// The integrity of a file, and the offset behind it.
+#[derive(Debug)]
+pub(in crate::session) struct Found {
+    pub integrity: Integrity,
+    pub end: u64,
+}
+
 /// The integrity at the end of the file, if it is there and whole.
-pub(super) fn integrity_at_end(file: &StateFile) -> Option<Integrity> {
+pub(super) fn integrity_at_end(file: &StateFile) -> Option<Found> {
     let size = file.size();
     let tail_start = size.checked_sub(Integrity::TAIL_LEN as u64)?;
     let mut tail = [0; Integrity::TAIL_LEN];
     BoundedRead::read(&mut file.part(tail_start..size), "integrity", &mut tail).ok()?;
     let start = Integrity::find(size, &tail).filter(|&start| start >= file.state_start())?;
-    Integrity::read(&mut file.part(start..size)).ok()
+    let integrity = Integrity::read(&mut file.part(start..size)).ok()?;
+    Some(Found { integrity, end: size })
 }
 
 /// The parts of a file with where they lie.
@@ -73,12 +81,12 @@ impl Appendices {
     pub fn listed(
         file: &StateFile,
         state_end: u64,
-        integrity: Integrity,
+        found_integrity: Found,
         level: Verify,
         notes: &mut Vec<String>,
     ) -> Result<Self> {
         let mut found = Self::default();
-        for (part, range) in placed(&integrity.parts) {
+        for (part, range) in placed(&found_integrity.integrity.parts) {
             if part.kind == PartKind::STATE && range.end != state_end {
                 return Err(Error::corrupt("end of the memory state", state_end, range.end));
             }
@@ -102,21 +110,19 @@ impl Appendices {
                 notes.push(format!("{} are ignored: {}", part.kind, file.failed(error)));
             }
         }
-        found.integrity = Some(integrity);
+        found.integrity = Some(found_integrity);
         Ok(found)
     }
 
-    /// Reads them one after another. Behind one that is unknown or damaged nobody knows where the next begins.
-    pub fn in_turn(file: &StateFile, state_end: u64, notes: &mut Vec<String>) -> Self {
-        let mut found = Self::default();
-        let mut start = state_end;
+    /// Reads those from `start` on, one after another. Behind one that is unknown or damaged nobody knows where the next begins.
+    pub fn read_in_turn(&mut self, file: &StateFile, mut start: u64, notes: &mut Vec<String>) {
         while start < file.size() {
             let mut input = file.part(start..file.size());
             let left = file.size() - start;
             let kind = BoundedRead::u32(&mut file.part(start..file.size()), "appendix magic");
             let read = kind.and_then(|magic| {
                 let kind = PartKind::from_magic(magic);
-                Ok((kind, found.read_next(kind, &mut input).inspect_err(|_| found.forget(kind))?))
+                Ok((kind, self.read_next(kind, &mut input).inspect_err(|_| self.forget(kind))?))
             });
             match read {
                 Ok((_, true)) => start = file.size() - input.left(),
@@ -127,12 +133,20 @@ impl Appendices {
                 Err(error) => {
                     let error = file.failed(error);
                     notes.push(format!("the {left} bytes from a damaged appendix on are ignored: {error}"));
-                    found.damage = Some(error);
+                    self.damage = Some(error);
                     break;
                 }
             }
         }
-        found
+    }
+
+    /// Where somebody who appends to a file that is already there has begun to: behind the memory state, or behind the integrity
+    /// if that comes next.
+    pub fn append_start(&self, state_end: u64) -> u64 {
+        match &self.integrity {
+            Some(Found { integrity, end }) if integrity.parts.len() == 2 => *end,
+            _ => state_end,
+        }
     }
 
     /// Reads an appendix; false if it is of an unknown kind.
@@ -140,7 +154,10 @@ impl Appendices {
         match kind {
             PartKind::CHECKPOINTS => self.checkpoints = Checkpoints::read(input)?.0,
             PartKind::DRAFT => self.draft = Some(DraftState::read(input)?),
-            PartKind::INTEGRITY => self.integrity = Some(Integrity::read(input)?),
+            PartKind::INTEGRITY => {
+                let integrity = Integrity::read(input)?;
+                self.integrity = Some(Found { integrity, end: input.offset() });
+            }
             _ => return Ok(false),
         }
         Ok(true)

@@ -6,14 +6,15 @@ use crate::error::{Error, Result};
 use crate::format::{GgmlType, Identity, Integrity, SectionGeometry, Tag, TensorShape, printable};
 use crate::memory::Convert;
 
-/// Compares the identity of a file with that of its reader; says what could not be compared.
+/// Compares the identity of a file with that of its reader; says what could not be compared. The geometry is, where both the file
+/// and the reader, which is a context then, have one: every state says most of it once more.
 ///
 /// # Errors
 /// [`Error::Mismatch`] for another model, salt or geometry.
 pub(super) fn check(
     file: &Integrity,
     reader: &Identity,
-    context: &Context,
+    context: Option<&Context>,
     notes: &mut Vec<String>,
 ) -> Result<()> {
     let Identity { model, .. } = &file.identity;
@@ -28,7 +29,16 @@ pub(super) fn check(
         let [state, cache] = [&file.identity, reader].map(Identity::salt_digest);
         return Err(Error::Mismatch { what: "salt", state, cache, place: place() });
     }
-    check_geometry(&file.geometry, context)
+    match context {
+        Some(context) if !file.geometry.is_empty() => check_geometry(&file.geometry, context),
+        _ => Ok(()),
+    }
+}
+
+/// The error of a file that names no model.
+pub(super) fn no_model(reader: &Identity) -> Error {
+    let state = "none, and it is required".to_owned();
+    Error::Mismatch { what: "model", state, cache: printable(&reader.model), place: place() }
 }
 
 /// The place of a mismatch that is of no section.

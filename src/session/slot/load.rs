@@ -3,37 +3,16 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::appendices::{Appendices, integrity_at_end, verify_state};
-use super::{DraftOutcome, LoadedSlot, SlotLoadParams, Verify, identity, sidecar_path};
+use super::appendices::{Appendices, Found};
+use super::expected::{Expected, Unrecorded};
+use super::{DraftOutcome, LoadedSlot, SlotLoadParams, Verify, sidecar_path};
 use crate::context::Context;
 use crate::error::{Error, Result};
-use crate::format::{
-    Checkpoint, DraftState, FileKind, Identity, Integrity, SEQ_BLOB_HEADER_LEN, read_seq_blob_header,
-};
-use crate::memory::MemoryPlan;
+use crate::format::{Checkpoint, DraftState, FileKind, Identity, SEQ_BLOB_HEADER_LEN, read_seq_blob_header};
+use crate::memory::{Kept, MemoryPlan};
 use crate::session::{StateFile, failed_restore};
 use crate::state::Input;
 use crate::types::{PosRange, Seq, SeqId, Token};
-
-const NOTHING_COMPARED: &str = "the file has no identity and no checksums: nothing was compared";
-
-/// What becomes of a file without checksums that is damaged behind the memory state.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(in crate::session) enum Unrecorded {
-    /// The damage is left out.
-    Taken,
-    /// The file is refused: there had been checksums.
-    Refused,
-}
-
-/// What a file is compared with.
-struct Expected<'a> {
-    identity: &'a Identity,
-    verify: Verify,
-    unrecorded: Unrecorded,
-    /// The positions that are wanted.
-    range: PosRange,
-}
 
 /// A restore of the draft's sequence that can be done.
 struct DraftRestore<'a> {
@@ -70,29 +49,27 @@ impl Context {
         params: SlotLoadParams<'_>,
         unrecorded: Unrecorded,
     ) -> Result<LoadedSlot> {
-        let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify, p1 } = params;
+        let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify, p1, require } =
+            params;
         let range = PosRange { p0: 0, p1: p1.map_or(i64::MAX, i64::from) };
         let seq = self.seq(dest)?;
         let mut draft = draft.map(|(context, seq_id)| Ok((context.seq(seq_id)?, context))).transpose()?;
+        let mut expected = Expected::new(identity, verify, require)?;
+        (expected.range, expected.unrecorded) = (range, unrecorded);
         let file = StateFile::open(path, FileKind::Sequence, n_token_capacity)?;
-        let expected = Expected { identity: &identity, verify, unrecorded, range };
         let failed = |error| failed_restore(&file, FileKind::Sequence, error);
 
         let mut notes = Vec::new();
-        let (plan, mut appendices) = self.read_slot(&file, seq, &expected, &mut notes).map_err(failed)?;
-        let (state_end, kept) = (plan.end.offset(), plan.kept());
-        let n_checkpoints_in_file = appendices.checkpoints.len();
-        leave_out_behind(range, &mut appendices.checkpoints, &mut notes);
-        let checkpoints = read_checkpoints(&file, &appendices.checkpoints, n_ctx_checkpoints, &mut notes);
-        let mut driver = read_driver(&file, appendices.draft.as_ref(), &mut notes);
-        let blob = appendices.draft.map(|state| state.draft).filter(|blob| !blob.is_empty());
+        let (plan, appendices) = self.read_slot(&file, seq, &expected, &mut notes).map_err(failed)?;
+        let end = StateEnd { offset: plan.end.offset(), kept: plan.kept() };
+        let (mut slot, blob) = read_loaded(&file, end, appendices, &expected, n_ctx_checkpoints, notes);
         let sidecar = if blob.is_none() { open_sidecar(path) } else { None };
         let draft_restore = {
             let draft = draft.as_ref().map(|(seq, context)| (*seq, &**context));
             match (blob, &sidecar) {
                 (Some(blob), _) => plan_draft(&file, blob, range, draft).map(Some),
                 (None, Some(Ok(sidecar))) => {
-                    plan_sidecar(sidecar, file.tokens(), draft, &expected, &mut notes).map(Some)
+                    plan_sidecar(sidecar, file.tokens(), draft, &expected, &mut slot.notes).map(Some)
                 }
                 (None, Some(Err(error))) => Err(error.to_string()),
                 (None, None) => Ok(None),
@@ -102,9 +79,9 @@ impl Context {
         self.commit_file(&file, &plan).map_err(failed)?;
 
         let mut converted = self.memory.state_notes(&plan);
-        let outcome = match (draft_restore, &mut draft) {
+        slot.draft = match (draft_restore, &mut draft) {
             (Ok(Some(restore)), Some((_, context))) => {
-                driver = restore.driver.or(driver);
+                slot.driver = restore.driver.or(slot.driver);
                 let of_draft = context.memory.state_notes(&restore.plan);
                 match context.commit_file(restore.file, &restore.plan) {
                     Ok(()) => {
@@ -117,34 +94,15 @@ impl Context {
             (Err(reason), _) => DraftOutcome::Dropped(reason),
             (Ok(_), _) => DraftOutcome::Absent,
         };
-        if !matches!(outcome, DraftOutcome::Restored(_))
+        if !matches!(slot.draft, DraftOutcome::Restored(_))
             && let Some((seq, context)) = draft
         {
             context.seq_rm(seq.id(), -1, -1)?;
         }
-        let is_dropped = matches!(outcome, DraftOutcome::Dropped(_));
-        for note in &notes {
-            log::warn!("{}: {note}", file.path().display());
-        }
-        notes.append(&mut converted);
-        let target_bytes = state_end - file.state_start();
-        let (verified, identity) = match appendices.integrity {
-            Some(Integrity { identity, .. }) => (verify, identity),
-            None => (Verify::None, Identity::default()),
-        };
+        slot.finish(&file);
+        slot.notes.append(&mut converted);
         drop(plan);
-        Ok(LoadedSlot {
-            tokens: file.into_tokens(),
-            kept,
-            target_bytes,
-            checkpoints,
-            n_checkpoints_in_file,
-            draft: outcome,
-            driver: driver.filter(|_| !is_dropped),
-            verified,
-            identity,
-            notes,
-        })
+        Ok(LoadedSlot { tokens: file.into_tokens(), ..slot })
     }
 
     /// Reads and checks all but what the appendices hold. Changes nothing.
@@ -152,36 +110,67 @@ impl Context {
         &self,
         file: &'f StateFile,
         seq: Seq,
-        expected: &Expected<'_>,
+        expected: &Expected,
         notes: &mut Vec<String>,
     ) -> Result<(MemoryPlan<'f>, Appendices)> {
-        let check = |integrity: &Integrity, notes: &mut Vec<String>| {
-            identity::check(integrity, expected.identity, self, notes)?;
-            verify_state(file, integrity, expected.verify)
-        };
-        let mut integrity = integrity_at_end(file);
-        if let Some(integrity) = &integrity {
-            check(integrity, notes)?;
-        }
+        let integrity = expected.at_end(file, Some(self), notes)?;
         let plan = self.plan_file_range(&file.source(), seq, expected.range, false)?;
-        let state_end = plan.end.offset();
-        let mut appendices = Appendices::default();
-        if integrity.is_none() {
-            appendices = Appendices::in_turn(file, state_end, notes);
-            if let Some(damage) = appendices.damage.take_if(|_| expected.unrecorded == Unrecorded::Refused) {
-                return Err(damage);
-            }
-            // Something stands behind it.
-            integrity = appendices.integrity.take();
-            match &integrity {
-                Some(integrity) => check(integrity, notes)?,
-                None => notes.push(NOTHING_COMPARED.to_owned()),
-            }
-        }
-        if let Some(integrity) = integrity {
-            appendices = Appendices::listed(file, state_end, integrity, expected.verify, notes)?;
-        }
+        let appendices = expected.behind(file, plan.end.offset(), integrity, Some(self), notes)?;
         Ok((plan, appendices))
+    }
+}
+
+/// The end of a memory state, and what is restored of it.
+#[derive(Clone, Copy)]
+pub(super) struct StateEnd {
+    pub offset: u64,
+    pub kept: Kept,
+}
+
+/// What a load gives beside the states of target and draft and the tokens; and where the draft's state is, if the file has one.
+pub(super) fn read_loaded(
+    file: &StateFile,
+    end: StateEnd,
+    appendices: Appendices,
+    expected: &Expected,
+    n_ctx_checkpoints: usize,
+    mut notes: Vec<String>,
+) -> (LoadedSlot, Option<Range<u64>>) {
+    let append_start = appendices.append_start(end.offset);
+    let Appendices { checkpoints: mut all, draft, integrity, .. } = appendices;
+    let n_checkpoints_in_file = all.len();
+    leave_out_behind(expected.range, &mut all, &mut notes);
+    let checkpoints = read_checkpoints(file, &all, n_ctx_checkpoints, &mut notes);
+    let driver = read_driver(file, draft.as_ref(), &mut notes);
+    let (verified, identity) = match integrity {
+        Some(Found { integrity, .. }) => (expected.verify, integrity.identity),
+        None => (Verify::None, Identity::default()),
+    };
+    let slot = LoadedSlot {
+        tokens: Vec::new(),
+        kept: end.kept,
+        target_bytes: end.offset - file.state_start(),
+        append_start,
+        checkpoints,
+        n_checkpoints_in_file,
+        draft: DraftOutcome::Absent,
+        driver,
+        verified,
+        identity,
+        notes,
+    };
+    (slot, draft.map(|state| state.draft).filter(|blob| !blob.is_empty()))
+}
+
+impl LoadedSlot {
+    /// Says in the log what is amiss. The driver's state goes with the draft's.
+    pub(super) fn finish(&mut self, file: &StateFile) {
+        for note in &self.notes {
+            log::warn!("{}: {note}", file.path().display());
+        }
+        if matches!(self.draft, DraftOutcome::Dropped(_)) {
+            self.driver = None;
+        }
     }
 }
 
@@ -228,7 +217,7 @@ fn plan_sidecar<'f>(
     sidecar: &'f StateFile,
     tokens: &[Token],
     draft: Option<(Seq, &Context)>,
-    expected: &Expected<'_>,
+    expected: &Expected,
     notes: &mut Vec<String>,
 ) -> Result<DraftRestore<'f>, String> {
     let mut plan = || {
@@ -285,7 +274,8 @@ fn read_checkpoints(
         })
     };
     let first = all.len().saturating_sub(n);
-    if first > 0 {
+    // Who takes none has other ways to read them.
+    if first > 0 && n > 0 {
         notes.push(format!("{first} of {} checkpoints are left out: {n} are kept", all.len()));
     }
     all[first..].iter().map(read).collect::<Result<_>>().unwrap_or_else(|error| {

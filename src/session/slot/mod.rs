@@ -4,11 +4,13 @@
 //! checkpoints, the draft state, and last the checksums and the identity: `docs/format.md`.
 
 mod appendices;
+mod expected;
 mod geometry;
 mod identity;
 mod load;
 mod save;
 mod snapshot;
+mod transfer;
 
 use std::path::{Path, PathBuf};
 
@@ -19,10 +21,12 @@ use crate::format::{Checkpoint, Identity};
 use crate::memory::Kept;
 use crate::types::{Pos, SeqId, Token};
 
+pub use expected::Require;
 pub use snapshot::SlotSnapshot;
 
-pub(super) use load::Unrecorded;
+pub(super) use expected::Unrecorded;
 pub(super) use save::{SavedFile, SlotFiles, WrittenSlot};
+pub(super) use transfer::OpenedSlot;
 
 /// What a slot file is to hold beside the state of the target's sequence.
 #[derive(Debug, Default)]
@@ -71,6 +75,8 @@ pub struct SlotLoadParams<'a> {
     /// Only positions below this one are restored, of the target and of the draft: a prompt without its reply. Checkpoints that
     /// have seen others are left out, and so is the state of the speculative driver, if anything is.
     pub p1: Option<Pos>,
+    /// What the file has to have to be loaded.
+    pub require: Require,
 }
 
 impl Default for SlotLoadParams<'_> {
@@ -82,6 +88,7 @@ impl Default for SlotLoadParams<'_> {
             identity: Identity::default(),
             verify: Verify::default(),
             p1: None,
+            require: Require::default(),
         }
     }
 }
@@ -106,6 +113,9 @@ pub struct LoadedSlot {
     pub kept: Kept,
     /// Bytes of the target's memory state in the file.
     pub target_bytes: u64,
+    /// Where a server that appends to the file once it is saved has begun to: behind the memory state, or behind the checksums if
+    /// they come next.
+    pub append_start: u64,
     /// The checkpoints that were kept, oldest first.
     pub checkpoints: Vec<Checkpoint<Vec<u8>>>,
     /// Checkpoints of the file.

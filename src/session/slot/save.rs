@@ -35,6 +35,11 @@ impl<'a> SeqState<'a> {
         Ok(Self { seq_id: seq.id(), record, transfer: &context.transfer, geometry: geometry_of(context) })
     }
 
+    /// Of a state that somebody else has composed: what it depends on is not known.
+    pub fn of_record(seq_id: SeqId, record: RecordSink<'a>, transfer: &'a Transfer) -> Self {
+        Self { seq_id, record, transfer, geometry: Vec::new() }
+    }
+
     pub fn of_snapshot(snapshot: &'a Snapshot, geometry: &[SectionGeometry]) -> Result<Self> {
         let mut record = RecordSink::default();
         snapshot.state.replay(&mut record)?;
