@@ -1883,8 +1883,8 @@ kvs_status kvs_slot_save(struct kvs_context *ctx,
 // Replaces sequence dest_seq_id by the one in a slot file, or in any sequence file (versions 2 to 4), and fills result with
 // what else the file holds. params may be NULL.
 //
-// Refused, and nothing has changed in either context: a file of another model, salt or geometry, a state that does not fit, and
-// what KVS_VERIFY_* finds damaged in header, tokens or memory state. What is damaged or unknown behind the memory state is left
+// Refused, and nothing has changed in either context: a file of another model, salt or geometry, one that has not what require
+// asks for, a state that does not fit, and what KVS_VERIFY_* finds damaged in header, tokens or memory state. What is damaged or unknown behind the memory state is left
 // out and said in notes. A draft state that does not fit is dropped: the draft's sequence is empty then, and the target stands.
 kvs_status kvs_slot_load(struct kvs_context *ctx,
                          const char *filename,
@@ -2231,7 +2231,8 @@ kvs_status kvs_state_reader_open_slot(kvs_seq_id seq_id,
 
 // Fills result with what else a slot file holds, as kvs_slot_load does: to be called once, when every section is planned and
 // before kvs_state_reader_rewind. Identity and checksums that something stands behind are compared now, and the file is refused as
-// by kvs_state_reader_open_slot: nothing has changed then. A draft state is told as dropped.
+// by kvs_state_reader_open_slot: nothing has changed then. pos_min and pos_max are those of the views that were planned. A draft
+// state is told as dropped.
 kvs_status kvs_state_reader_slot(struct kvs_state_reader *reader,
                                  struct kvs_slot_result *result);
 

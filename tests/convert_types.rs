@@ -328,7 +328,9 @@ fn recurrent_states_are_converted_row_by_row() {
     };
     let blob = |ggml_type: GgmlType| {
         let mut out: Vec<u8> = Vec::new();
-        out.extend([0xaf14_3cd8_u32, 0, 1, 7, 0, 0, 2].iter().flat_map(|word| word.to_le_bytes()));
+        for word in [0xaf14_3cd8_u32, 0, 1, 7, 0, 0, 2] {
+            out.extend(word.to_le_bytes());
+        }
         for n in [32, 32, 64, 64] {
             out.extend(ggml_type.as_i32().to_le_bytes());
             out.extend(ggml_type.row_size(n).unwrap().to_le_bytes());

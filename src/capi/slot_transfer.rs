@@ -81,7 +81,8 @@ pub unsafe extern "C" fn kvs_state_reader_open_slot(
 
 /// Fills result with what else a slot file holds, as kvs_slot_load does: to be called once, when every section is planned and
 /// before kvs_state_reader_rewind. Identity and checksums that something stands behind are compared now, and the file is refused as
-/// by kvs_state_reader_open_slot: nothing has changed then. A draft state is told as dropped.
+/// by kvs_state_reader_open_slot: nothing has changed then. pos_min and pos_max are those of the views that were planned. A draft
+/// state is told as dropped.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_reader_slot(
     reader: *mut kvs_state_reader,

@@ -172,6 +172,183 @@ static void a_file_of_another_model_is_refused(void) {
     close_both();
 }
 
+static void a_file_that_lacks_what_is_required_is_refused(void) {
+    open_both();
+    CHECK(kvs_state_seq_save_file(target, "plain.bin", 0, tokens, 4) > 0);
+    kvs_slot_load_params load = load_params();
+    kvs_slot_result result = kvs_slot_result_default();
+    state before = save(target, -1);
+    load.require = KVS_REQUIRE_CHECKSUMS;
+    FAILS(kvs_slot_load(target, "plain.bin", 1, &load, &result), KVS_STATUS_CORRUPT, KVS_STATUS_CORRUPT,
+          "checksums: none (expected those of a slot file, which are required)");
+    load.require = KVS_REQUIRE_IDENTITY;
+    FAILS(kvs_slot_load(target, "plain.bin", 1, &load, &result), KVS_STATUS_MISMATCH, KVS_STATUS_MISMATCH,
+          "model: the state has none, and it is required, the cache 'model'");
+    load.identity.model_size = 0;
+    BAD_STATUS(kvs_slot_load(target, "plain.bin", 1, &load, &result), "require: an identity is required");
+    load.require = 4;
+    BAD_STATUS(kvs_slot_load(target, "plain.bin", 1, &load, &result), "require: 0x4 (known: 0x3)");
+    check_unchanged(target, before);
+    save_all("slot.bin");
+    load = load_params();
+    load.require = KVS_REQUIRE_IDENTITY | KVS_REQUIRE_CHECKSUMS;
+    CHECK(kvs_slot_load(target, "slot.bin", 1, &load, &result) == KVS_STATUS_OK);
+    kvs_slot_result_free(&result);
+    close_both();
+}
+
+// Fingerprints
+
+static void a_fingerprint_is_of_files_and_settings(void) {
+    // A GGUF of version 3 without values and tensors.
+    static const uint8_t gguf[24] = {'G', 'G', 'U', 'F', 3};
+    FILE *file = fopen("model.gguf", "wb");
+    CHECK(file != NULL && fwrite(gguf, 1, sizeof gguf, file) == sizeof gguf && fclose(file) == 0);
+    const char *const ggufs[] = {"model.gguf"};
+    const kvs_setting settings[] = {{"type_k", "f16"}, {"rope_freq_scale", "0.5"}};
+    const kvs_setting turned[] = {settings[1], settings[0]}, twice[] = {settings[0], settings[0]};
+    uint8_t all[KVS_FINGERPRINT_SIZE], again[KVS_FINGERPRINT_SIZE];
+    CHECK(kvs_fingerprint(ggufs, 1, settings, 2, all) == KVS_STATUS_OK);
+    CHECK(kvs_fingerprint(ggufs, 1, turned, 2, again) == KVS_STATUS_OK && memcmp(all, again, sizeof all) == 0);
+    CHECK(kvs_fingerprint(NULL, 0, settings, 2, again) == KVS_STATUS_OK && memcmp(all, again, sizeof all) != 0);
+    CHECK(kvs_fingerprint(ggufs, 1, NULL, 0, again) == KVS_STATUS_OK && memcmp(all, again, sizeof all) != 0);
+
+    memset(again, 7, sizeof again);
+    BAD_STATUS(kvs_fingerprint(ggufs, 1, twice, 2, again), "settings: 'type_k' comes twice, as 'f16' and 'f16'");
+    BAD_STATUS(kvs_fingerprint(NULL, 0, NULL, 0, again), "no GGUF and no setting is named");
+    BAD_STATUS(kvs_fingerprint(NULL, 1, NULL, 0, again), "ggufs: NULL, with a count of 1");
+    BAD_STATUS(kvs_fingerprint(NULL, 0, &(kvs_setting){"type_k", NULL}, 1, again), "value: NULL");
+    BAD_STATUS(kvs_fingerprint(ggufs, 1, NULL, 0, NULL), "fingerprint_out: NULL");
+    const char *const missing[] = {"missing.gguf"};
+    FAILS(kvs_fingerprint(missing, 1, NULL, 0, again), KVS_STATUS_IO, KVS_STATUS_IO, "missing.gguf");
+    for (size_t i = 0; i < sizeof again; i++) CHECK(again[i] == 7);
+}
+
+// Writers and readers
+
+// A state that is a section of the caller's.
+static const char section[] = "a section of the caller's";
+
+static kvs_state_writer *new_writer(kvs_seq_id seq_id) {
+    kvs_state_writer *writer = NULL;
+    CHECK(kvs_state_writer_new(seq_id, NULL, &writer) == KVS_STATUS_OK);
+    CHECK(kvs_state_writer_write(writer, section, sizeof section) == KVS_STATUS_OK);
+    return writer;
+}
+
+static kvs_slot_save_params without_draft(void) {
+    kvs_slot_save_params save_params = params;
+    save_params.draft = NULL;
+    return save_params;
+}
+
+static kvs_slot_load_params load_without_draft(void) {
+    kvs_slot_load_params load = load_params();
+    load.draft = NULL;
+    return load;
+}
+
+static void a_writer_saves_a_slot_and_a_reader_reads_it(void) {
+    open_both();
+    kvs_state_writer *writer = new_writer(0);
+    kvs_slot_save_params save_params = without_draft();
+    size_t size = 0;
+    CHECK(kvs_state_writer_save_slot(writer, "slot.bin", &save_params, false, &size) == KVS_STATUS_OK);
+    const size_t state_end = kvs_state_writer_save_file(writer, "plain.bin", tokens, 4, false);
+    CHECK(state_end > 0 && state_end < size);
+    kvs_state_writer_free(writer);
+
+    const kvs_slot_load_params load = load_without_draft();
+    kvs_state_reader *reader = NULL;
+    kvs_slot_result result = kvs_slot_result_default();
+    char read[sizeof section];
+    CHECK(kvs_state_reader_open_slot(1, "slot.bin", &load, NULL, &reader) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_read(reader, read, sizeof read) == KVS_STATUS_OK && memcmp(read, section, sizeof read) == 0);
+    CHECK(kvs_state_reader_slot(reader, &result) == KVS_STATUS_OK);
+    CHECK(result.n_tokens == 4 && result.n_checkpoint == 2 && result.driver_size == sizeof driver);
+    CHECK(result.verified == KVS_VERIFY_FULL && result.draft == KVS_SLOT_DRAFT_ABSENT && result.n_note == 0);
+    CHECK(result.append_start == state_end && result.target_size == state_end - 12 - sizeof tokens);
+    CHECK(result.pos_min == -1 && result.pos_max == -1); // there was no view
+    BAD_STATUS(kvs_state_reader_slot(reader, &result), "holds what an earlier load gave");
+    kvs_slot_result_free(&result);
+    BAD_STATUS(kvs_state_reader_slot(reader, &result), "the slot has been given already");
+    kvs_state_reader_free(reader);
+    close_both();
+}
+
+static void a_server_appends_behind_the_checksums_of_a_writer(void) {
+    open_both();
+    kvs_state_writer *writer = new_writer(0);
+    size_t size = 0;
+    CHECK(kvs_state_writer_save_slot(writer, "slot.bin", NULL, false, &size) == KVS_STATUS_OK);
+    kvs_state_writer_free(writer);
+    FILE *file = fopen("slot.bin", "ab");
+    CHECK(file != NULL && fputs("SCKP", file) >= 0 && fclose(file) == 0);
+    kvs_state_reader *reader = NULL;
+    kvs_slot_result result = kvs_slot_result_default();
+    char read[sizeof section];
+    CHECK(kvs_state_reader_open_slot(1, "slot.bin", NULL, NULL, &reader) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_read(reader, read, sizeof read) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_slot(reader, &result) == KVS_STATUS_OK && result.append_start == size && result.n_note == 1);
+    kvs_slot_result_free(&result);
+    kvs_state_reader_free(reader);
+    close_both();
+}
+
+static void what_a_reader_compares_is_refused_before_it_reads(void) {
+    open_both();
+    kvs_state_writer *writer = new_writer(0);
+    kvs_slot_save_params save_params = without_draft();
+    CHECK(kvs_state_writer_save_slot(writer, "slot.bin", &save_params, true, NULL) == KVS_STATUS_OK);
+    kvs_state_reader *reader = NULL;
+    kvs_slot_load_params load = load_without_draft();
+    load.identity.model = (const uint8_t *)"MODEL";
+    FAILS(kvs_state_reader_open_slot(1, "slot.bin", &load, NULL, &reader), KVS_STATUS_MISMATCH, KVS_STATUS_MISMATCH,
+          "model: the state has 'model', the cache 'MODEL'");
+    load = load_without_draft();
+    flip("slot.bin", 12 + 16 + 3);
+    FAILS(kvs_state_reader_open_slot(1, "slot.bin", &load, NULL, &reader), KVS_STATUS_CORRUPT, KVS_STATUS_CORRUPT,
+          "crc32c of the memory state");
+    CHECK(kvs_state_writer_save_file(writer, "plain.bin", tokens, 4, false) > 0);
+    load.require = KVS_REQUIRE_CHECKSUMS;
+    char read[sizeof section];
+    kvs_slot_result result = kvs_slot_result_default();
+    CHECK(kvs_state_reader_open_slot(1, "plain.bin", &load, NULL, &reader) == KVS_STATUS_OK);
+    CHECK(kvs_state_reader_read(reader, read, sizeof read) == KVS_STATUS_OK);
+    FAILS(kvs_state_reader_slot(reader, &result), KVS_STATUS_CORRUPT, KVS_STATUS_CORRUPT, "checksums: none");
+    kvs_state_reader_free(reader);
+    kvs_state_writer_free(writer);
+    close_both();
+}
+
+static void what_makes_no_sense_for_writers_and_readers_is_refused(void) {
+    open_both();
+    kvs_state_writer *writer = new_writer(0), *whole = new_writer(-1);
+    kvs_state_reader *reader = NULL;
+    kvs_slot_save_params save_params = without_draft();
+    CHECK(kvs_state_writer_save_slot(writer, "slot.bin", &save_params, false, NULL) == KVS_STATUS_OK);
+    BAD_STATUS(kvs_state_writer_save_slot(writer, "slot.bin", &params, false, NULL), "draft: ");
+    BAD_STATUS(kvs_state_writer_save_slot(whole, "slot.bin", &save_params, false, NULL), "seq_id: -1");
+    BAD_STATUS(kvs_state_writer_save_slot(writer, NULL, &save_params, false, NULL), "filename: NULL");
+    NO_HANDLE_STATUS(kvs_state_writer_save_slot(NULL, "slot.bin", &save_params, false, NULL));
+    kvs_slot_load_params load = load_params();
+    BAD_STATUS(kvs_state_reader_open_slot(1, "slot.bin", &load, NULL, &reader), "draft: ");
+    load = load_without_draft();
+    BAD_STATUS(kvs_state_reader_open_slot(-1, "slot.bin", &load, NULL, &reader), "seq_id: -1");
+    BAD_STATUS(kvs_state_reader_open_slot(1, "slot.bin", &load, NULL, NULL), "reader_out: NULL");
+    load.p1 = 4;
+    BAD_STATUS(kvs_state_reader_open_slot(1, "slot.bin", &load, NULL, &reader), "p1: 4, a reader restores all positions");
+    kvs_slot_result result = kvs_slot_result_default();
+    NO_HANDLE_STATUS(kvs_state_reader_slot(NULL, &result));
+    CHECK(kvs_state_reader_open_file(1, "slot.bin", 4, NULL, &reader) == KVS_STATUS_OK);
+    BAD_STATUS(kvs_state_reader_slot(reader, &result), "it was not opened as a slot");
+    BAD_STATUS(kvs_state_reader_slot(reader, NULL), "kvs_slot_result: NULL");
+    kvs_state_reader_free(reader);
+    kvs_state_writer_free(whole);
+    kvs_state_writer_free(writer);
+    close_both();
+}
+
 static void a_name_in_a_directory_has_no_separator(void) {
     open_both();
     params.directory = ".";
@@ -247,5 +424,9 @@ static void a_null_argument_fails_every_call(void) {
 MAIN(CASE(everything_is_saved_and_comes_back), CASE(without_parameters_it_is_a_sequence_file),
      CASE(a_file_of_a_plain_save_loads_with_a_note), CASE(a_draft_state_that_does_not_fit_is_dropped_and_says_why),
      CASE(a_damaged_appendix_is_left_out_and_a_damaged_state_refused), CASE(a_file_of_another_model_is_refused),
+     CASE(a_file_that_lacks_what_is_required_is_refused), CASE(a_fingerprint_is_of_files_and_settings),
+     CASE(a_writer_saves_a_slot_and_a_reader_reads_it), CASE(a_server_appends_behind_the_checksums_of_a_writer),
+     CASE(what_a_reader_compares_is_refused_before_it_reads),
+     CASE(what_makes_no_sense_for_writers_and_readers_is_refused),
      CASE(a_name_in_a_directory_has_no_separator), CASE(what_makes_no_sense_is_refused),
      CASE(structs_of_another_size_are_refused), CASE(a_null_argument_fails_every_call))

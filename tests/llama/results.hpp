@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -25,6 +26,15 @@ inline void write_file(const std::filesystem::path &path, const void *data, size
     std::ofstream out(path, std::ios::binary | std::ios::trunc);
     out.write(static_cast<const char *>(data), static_cast<std::streamsize>(size));
     if (!out.flush()) throw std::runtime_error("cannot write " + path.string());
+}
+
+// A slot file without the identity and the checksums that the adapter writes behind the memory state.
+inline Bytes without_checksums(Bytes file) {
+    struct { char tag[4]; uint32_t len; uint32_t size[2]; uint32_t crc32c; } end;  // the last record, and the last checksum
+    if (file.size() < sizeof end) return file;
+    std::memcpy(&end, file.data() + file.size() - sizeof end, sizeof end);
+    if (std::memcmp(end.tag, "SIZE", 4) == 0 && end.size[0] <= file.size()) file.resize(file.size() - end.size[0]);
+    return file;
 }
 
 class Results {

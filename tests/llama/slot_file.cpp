@@ -1,6 +1,7 @@
 // A slot file of kvstate in llama.cpp's own loader, and a sequence file of llama.cpp in kvstate's: the same state both ways.
 //
-//   slot_file MODEL FOLDER        a model of full attention
+//   slot_file MODEL FOLDER             a model of full attention
+//   slot_file MODEL FOLDER adapter     with the adapter in front of llama.cpp, whose files have checksums
 
 #include <llama.h>
 
@@ -68,7 +69,8 @@ std::vector<uint8_t> tensors_of(llama_context *ctx, llama_seq_id seq) {
 }  // namespace
 
 int main(int argc, char **argv) {
-    CHECK(argc == 3);
+    CHECK(argc == 3 || argc == 4);
+    const bool with_adapter = argc == 4;
     const std::string plain = std::string(argv[2]) + "/plain.bin", slot = std::string(argv[2]) + "/slot.bin";
     llama_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     const std::unique_ptr<llama_model, decltype(&llama_model_free)> model(
@@ -87,7 +89,9 @@ int main(int argc, char **argv) {
     for (int i = 0; i < n_tokens; ++i) tokens.push_back(1 + i * 37 % 90);
     CHECK(llama_decode(ctx.get(), llama_batch_get_one(tokens.data(), n_tokens)) == 0);
     const size_t n_plain = llama_state_seq_save_file(ctx.get(), plain.c_str(), 0, tokens.data(), tokens.size());
-    CHECK(n_plain > 0);
+    // A file has no header of a blob, and begins with its own and the tokens.
+    const size_t n_state = 12 + 4 * tokens.size() + llama_state_seq_get_size(ctx.get(), 0) - 8;
+    CHECK(with_adapter ? n_plain > n_state : n_plain == n_state);
 
     // llama.cpp's file, as the target's and the draft's.
     const Context target = new_context(model.get()), draft = new_context(model.get());
@@ -114,13 +118,31 @@ int main(int argc, char **argv) {
     size_t n_slot = 0;
     CHECK(kvs_slot_save(target.get(), slot.c_str(), 0, &save, &n_slot) == KVS_STATUS_OK);
     const std::vector<char> before = bytes_of(plain), after = bytes_of(slot);
-    CHECK(before.size() == n_plain && after.size() == n_slot && n_slot > 2 * n_plain - 1000);
-    CHECK(std::memcmp(before.data(), after.data(), n_plain) == 0);
+    CHECK(before.size() == n_plain && after.size() == n_slot && n_slot > 2 * n_state - 1000);
+    CHECK(std::memcmp(before.data(), after.data(), n_state) == 0);
 
     std::vector<llama_token> read(tokens.size());
     size_t n_read = 0;
-    CHECK(llama_state_seq_load_file(ctx.get(), slot.c_str(), 1, read.data(), read.size(), &n_read) == n_plain);
+    CHECK(llama_state_seq_load_file(ctx.get(), slot.c_str(), 1, read.data(), read.size(), &n_read) == n_state);
     CHECK(n_read == tokens.size() && read == tokens);
     CHECK(tensors_of(ctx.get(), 0) == tensors_of(ctx.get(), 1));
-    std::printf("slot files: llama.cpp reads %zu of %zu bytes and has the same state\n", n_plain, n_slot);
+    std::printf("slot files: llama.cpp%s reads %zu of %zu bytes and has the same state\n",
+                with_adapter ? " with the adapter" : "", n_state, n_slot);
+    if (!with_adapter) return 0;
+
+    // Refused before anything changes: a byte that differs, and another model.
+    const std::vector<uint8_t> state = tensors_of(ctx.get(), 1);
+    const auto is_refused = [&] {
+        return llama_state_seq_load_file(ctx.get(), slot.c_str(), 1, read.data(), read.size(), &n_read) == 0 &&
+               tensors_of(ctx.get(), 1) == state;
+    };
+    std::vector<char> damaged = after;
+    damaged[n_state - 1] ^= 1;
+    std::ofstream(slot, std::ios::binary).write(damaged.data(), static_cast<std::streamsize>(damaged.size()));
+    CHECK(is_refused());
+    const std::string model_name = "another";
+    save.identity.model = reinterpret_cast<const uint8_t *>(model_name.data());
+    save.identity.model_size = model_name.size();
+    CHECK(kvs_slot_save(target.get(), slot.c_str(), 0, &save, &n_slot) == KVS_STATUS_OK);
+    CHECK(is_refused());
 }

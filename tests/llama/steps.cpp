@@ -338,6 +338,7 @@ void refusals(llama_model *model, const Case &the_case, Results &out) {
     const std::vector<llama_token> tokens = session.tokens(saved_seq, n);
     llama_state_seq_save_file(session.ctx(), slot.c_str(), saved_seq, tokens.data(), tokens.size());
     const Bytes file = read_file(slot);
+    const bool attends = memory != Memory::recurrent && memory != Memory::dsv4;
     fill_others(session, n, 40);
     {
         Refusals refusals(session, out);
@@ -378,10 +379,15 @@ void refusals(llama_model *model, const Case &the_case, Results &out) {
             bad[i] ^= 0x10;
             refusals.expect("file_header", [&] { return load(bad, 512); });
         }
+        const size_t end = without_checksums(file).size();
+        for (size_t i = 0; i < 40; ++i) {
+            Bytes bad = file;
+            bad[end * i / 40] ^= 0x10;
+            refusals.expect("file_flipped", [&] { return load(bad, 512); });
+        }
         refusals.expect("file_capacity", [&] { return load(file, tokens.size() - 1); });
 
-        // The same sequence in a cache of another type, or with V the other way round.
-        const bool attends = memory != Memory::recurrent && memory != Memory::dsv4;
+        // The same sequence in a cache of another type.
         if (attends) {
             Case other = the_case;
             other.types = the_case.options & flash ? "q8_0/q8_0" : "q8_0/f16";
@@ -390,14 +396,19 @@ void refusals(llama_model *model, const Case &the_case, Results &out) {
             const Bytes bad = source.get(saved_seq);
             refusals.expect("type", [&] { return session.set(bad, saved_seq); });
         }
-        if (attends && memory != Memory::dsa && memory != Memory::dsa_iswa && memory != Memory::hybrid_idx) {
-            Case other = the_case;
-            other.options ^= flash;
-            Session source(model, other);
-            source.fill(the_case.layout);
-            const Bytes bad = source.get(saved_seq);
-            refusals.expect("transposition", [&] { return session.set(bad, saved_seq); });
-        }
+    }
+    // With V the other way round: there and back without a loss.
+    if (attends && memory != Memory::dsa && memory != Memory::dsa_iswa && memory != Memory::hybrid_idx) {
+        Case other = the_case;
+        other.options ^= flash;
+        Session source(model, other);
+        source.fill(the_case.layout);
+        const Bytes other_v = source.get(saved_seq);
+        out.put("other_v", other_v);
+        out.put("set_other_v", number(session.set(other_v, saved_seq)));
+        llama_memory_seq_rm(source.memory(), saved_seq, -1, -1);
+        out.put("set_other_v_back", number(source.set(session.get(saved_seq), saved_seq)));
+        out.put("other_v_back", source.get(saved_seq));
     }
     // What was refused has broken nothing.
     out.put("size", number(state.size()));

@@ -32,7 +32,8 @@ impl Context {
     ///
     /// # Errors
     /// As [`Context::state_seq_load_file`]; [`Error::Mismatch`] for a file of another model, geometry or salt,
-    /// [`Error::Corrupt`] for header, tokens or memory state that are not what was saved. Both contexts are unchanged then.
+    /// [`Error::Corrupt`] for header, tokens or memory state that are not what was saved; either for what the file is required to
+    /// have. Both contexts are unchanged then.
     pub fn slot_load(
         &mut self,
         path: impl AsRef<Path>,

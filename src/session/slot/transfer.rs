@@ -84,7 +84,7 @@ impl<'a> StateReader<'a> {
     }
 
     /// What else the slot file holds: to be called when all sections are planned, and before anything changes. Identity and
-    /// checksums that something stands behind are compared now.
+    /// checksums that something stands behind are compared now. [`LoadedSlot::kept`] is what the views that were planned take.
     ///
     /// # Errors
     /// As [`StateReader::of_slot`]; [`Error::InvalidArgument`] for a reader of something else, one that has been rewound, or a

@@ -7,6 +7,7 @@ import unittest
 
 from conversation import OTHER_PROMPT, PROMPT, QUESTION, TOLERANCE, difference, make_models
 from llama_server import LlamaServer, ServerDied, must_be_built
+from slot_file import flipped, state_of
 
 OPTIONS = ("--parallel", 4, "--ctx-size", 1024, "--cache-ram", 0)
 
@@ -28,7 +29,7 @@ NO_FIT = "failed to restore sequence state"
 
 # Metadata behind the cells of the first attention section, in order, and what is said about another value.
 HEADER = {
-    "v_trans": "mismatched value element size: the state has|incompatible V transposition: the state has",
+    "v_trans": "mismatched value (element|row) size: the state has",
     "n_layer": "mismatched layer count: the state has",
     "n_rot_k": "incompatible key rotation: the state has",
     "n_rot_v": "incompatible value rotation: the state has",
@@ -37,12 +38,16 @@ HEADER = {
 }
 
 
-def flipped(data, offset, mask=1):
-    return data[:offset] + bytes([data[offset] ^ mask]) + data[offset + 1 :]
+def flips(data):
+    """As damages, of a file with checksums."""
+    state, end = 12 + 4 * struct.unpack_from("<I", data, 8)[0], len(state_of(data))
+    yield "a token", flipped(data, 12), "crc32c of header and tokens: "
+    for offset in (state, state + 4, (state + end) // 2, end - 1):
+        yield f"byte {offset} of {len(data)}", flipped(data, offset), "crc32c of the memory state: "
 
 
 def damages(data, attention):
-    """Of each damaged copy of a slot file: its name, its bytes, and a pattern of the reason in the log."""
+    """Of each damaged copy of a file without checksums: its name, its bytes, and a pattern of the reason in the log."""
     state = 12 + 4 * struct.unpack_from("<I", data, 8)[0]
     for length in (0, 3, 11, 12, state - 4, state, state + 4, state + 20, len(data) // 2, len(data) - 1):
         reason = CUT_HEADER if length < state else "truncated state: .* needs"
@@ -127,16 +132,25 @@ class DamagedFiles(unittest.TestCase):
 
     def test_damaged_files_are_refused_and_the_other_slots_go_on(self):
         cases = []
-        for i, (name, data, reason) in enumerate(damages(self.good, self.attention)):
+        damaged = (*damages(state_of(self.good), self.attention), *flips(self.good))
+        for i, (name, data, reason) in enumerate(damaged):
             cases.append((name, f"{i}.bin", reason))
             (self.directory / f"{i}.bin").write_bytes(data)
         self.assert_all_refused(cases)
 
     def test_llama_cpp_ends_at_a_file_that_lacks_a_byte(self):
-        (self.directory / "bad.bin").write_bytes(self.good[:-1])
+        (self.directory / "bad.bin").write_bytes(state_of(self.good)[:-1])
         stock = self.start(self.model, self.options, adapter=False)
         with self.assertRaisesRegex(ServerDied, "the server ended with -6"):
             stock.slot(2, "restore", "bad.bin")
+
+    def test_a_file_without_its_checksums_is_restored_with_a_word_in_the_log(self):
+        for name, data in (("plain.bin", state_of(self.good)), ("cut.bin", self.good[:-1])):
+            (self.directory / name).write_bytes(data)
+            said = len(self.server.log_text())
+            self.assertEqual(self.server.slot(2, "restore", name)[0], 200)
+            self.assertRegex(self.server.log_after(said, "nothing was compared"), "nothing was compared")
+        self.assert_undisturbed()
 
     def test_a_file_of_another_model_is_refused_and_the_other_slots_go_on(self):
         self.assert_refused("foreign.bin", NO_FIT)
@@ -156,7 +170,15 @@ class DamagedFiles(unittest.TestCase):
 
 
 class DamagedFilesOfTransposedV(DamagedFiles):
-    options, foreign = ("--flash-attn", "off"), ("llama-dense", ("--flash-attn", "on"))
+    options, foreign = ("--flash-attn", "off"), ("gemma3-dense", ("--flash-attn", "off"))
+
+    def test_a_file_with_V_in_rows_is_restored(self):
+        rows = self.start(self.model, ("--flash-attn", "on"))
+        rows.complete(0, PROMPT)
+        self.assertEqual(rows.slot(0, "save", "rows.bin")[0], 200)
+        rows.stop()
+        self.assertEqual(self.server.slot(2, "restore", "rows.bin")[0], 200)
+        self.assert_undisturbed()
 
 
 class DamagedFilesOfOtherTypes(DamagedFiles):

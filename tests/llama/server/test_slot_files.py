@@ -8,6 +8,7 @@ import unittest
 
 from conversation import PROMPT, QUESTION, TOLERANCE, difference, make_models
 from llama_server import LlamaServer, must_be_built
+from slot_file import state_of
 
 OPTIONS = ("--parallel", 4, "--ctx-size", 1024, "--cache-ram", 0)
 
@@ -23,11 +24,11 @@ def setUpModule():
 
 
 class SlotFiles(unittest.TestCase):
-    def start(self, model):
+    def start(self, model, adapter=True):
         directory = tempfile.TemporaryDirectory(prefix="slots.")
         self.addCleanup(directory.cleanup)
         self.directory = pathlib.Path(directory.name)
-        server = LlamaServer(pathlib.Path(models.name, f"{model}.gguf"), self.directory, *OPTIONS, adapter=True)
+        server = LlamaServer(pathlib.Path(models.name, f"{model}.gguf"), self.directory, *OPTIONS, adapter=adapter)
         self.addCleanup(server.kill)
         return server
 
@@ -39,7 +40,7 @@ class SlotFiles(unittest.TestCase):
         self.assertEqual((status, saved["n_saved"]), (200, n_tokens))
 
         # Magic, version and the number of words; the words are -1, a version, the number of tokens, the tokens, padding.
-        packed = (self.directory / "packed.bin").read_bytes()
+        packed = state_of((self.directory / "packed.bin").read_bytes())
         header, words = packed[:8], struct.unpack_from("<I", packed, 8)[0]
         self.assertEqual(struct.unpack_from("<iII", packed, 12), (-1, 1, n_tokens))
         plain = header + struct.pack("<I", n_tokens) + packed[24 : 24 + 4 * n_tokens] + packed[12 + 4 * words :]
@@ -56,7 +57,7 @@ class SlotFiles(unittest.TestCase):
         server = self.start("llama-dense")
         reply = server.complete(0, PROMPT)
         self.assertEqual(server.slot(0, "save", "4.bin")[0], 200)
-        data = (self.directory / "4.bin").read_bytes()
+        data = state_of((self.directory / "4.bin").read_bytes())
 
         # Version 3 has no rotations behind the number of layers; three of four streams have no cells, and so no header.
         state = 12 + 4 * struct.unpack_from("<I", data, 8)[0]
@@ -72,6 +73,29 @@ class SlotFiles(unittest.TestCase):
         expected, answer = server.complete(0, continuation), server.complete(1, continuation)
         self.assertLess(difference(answer, expected), TOLERANCE)
         self.assertEqual(answer.computed, len(QUESTION) + 1)
+
+    def test_llama_cpp_restores_what_is_before_the_checksums(self):
+        server = self.start("llama-dense")
+        server.complete(0, PROMPT)
+        self.assertEqual(server.slot(0, "save", "slot.bin")[0], 200)
+        data = (self.directory / "slot.bin").read_bytes()
+        stock = self.start("llama-dense", adapter=False)
+        (self.directory / "slot.bin").write_bytes(data)
+        status, restored = stock.slot(1, "restore", "slot.bin")
+        self.assertEqual((status, restored.get("n_read")), (200, len(state_of(data))), restored)
+        # Saved again, it has as many bytes.
+        self.assertEqual(stock.slot(1, "save", "again.bin")[0], 200)
+        again = self.directory / "again.bin"
+        self.assertEqual(again.stat().st_size, len(state_of(data)))
+
+    def test_what_a_newer_server_appends_begins_where_the_restore_has_ended(self):
+        server = self.start("llama-dense")
+        server.complete(0, PROMPT)
+        saved = server.slot(0, "save", "slot.bin")[1]
+        with open(self.directory / "slot.bin", "ab") as file:
+            file.write(b"SCKP" + struct.pack("<II", 1, 0))
+        status, restored = server.slot(1, "restore", "slot.bin")
+        self.assertEqual((status, restored.get("n_read")), (200, saved["n_written"]), restored)
 
     def test_a_pipe_is_refused_without_waiting_for_its_other_end(self):
         server = self.start("llama-dense")
