@@ -28,12 +28,23 @@ const LOCK_NAME: &str = "auto-slots.lock";
 /// What keeps others out of the folder.
 #[derive(Debug)]
 enum Lock {
-    /// Until the file is closed, by the end of the process too.
-    Held { _file: File },
+    /// Until it is dropped, or the process ends.
+    Held { _lock: HeldLock },
     /// The file system has no locks.
     Unsupported,
     /// The lock file can be neither opened nor created: nothing is written before it can be.
     Missing,
+}
+
+/// A locked file. Dropped, it is unlocked: to close it is not enough while a child has it too, between fork and exec.
+#[derive(Debug)]
+struct HeldLock(File);
+
+impl Drop for HeldLock {
+    fn drop(&mut self) {
+        // It is closed next, which has to do then.
+        drop(self.0.unlock());
+    }
 }
 
 /// The files of a folder, and what is known of them.
@@ -325,7 +336,7 @@ fn acquire(directory: &Path, notes: &mut Vec<String>) -> Result<Lock> {
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
     let file = options.open(&path).map_err(|source| io_error("lock", &path, source))?;
     match file.try_lock() {
-        Ok(()) => Ok(Lock::Held { _file: file }),
+        Ok(()) => Ok(Lock::Held { _lock: HeldLock(file) }),
         Err(TryLockError::WouldBlock) => Err(Error::Locked { path: path.display().to_string() }),
         Err(TryLockError::Error(source)) => {
             notes.push(format!(
