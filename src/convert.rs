@@ -12,7 +12,7 @@ use crate::memory::{
     KvParams, LayerParams, LegacyRotation, RecurrentLayerParams, RecurrentParams, SectionParams, TensorParams,
 };
 use crate::session::{DraftOutcome, SlotContents, SlotLoadParams, Verify};
-use crate::types::{MAX_SEQ, StateFlags};
+use crate::types::{MAX_SEQ, Seq, SeqId, StateFlags};
 
 /// What a file is to be converted to. `None`: as it is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,10 +58,9 @@ pub fn convert(
     match kind {
         Kind::SessionFile => {
             let arch = inspected.description.arch.clone().unwrap_or_default();
-            let n_stream = state.sections.iter().map(|section| section.streams.len()).max().unwrap_or(1);
             // As many sequences as there may be; of those with streams of their own, as many as there are.
-            let n_seq_max = if n_stream > 1 { u32::try_from(n_stream).unwrap_or(MAX_SEQ) } else { MAX_SEQ };
-            let unified = n_stream == 1;
+            let unified = n_stream(state) == 1;
+            let n_seq_max = if unified { MAX_SEQ } else { n_stream(state) };
             let context = ContextParams { n_seq_max, unified, arch, ..context_params(state, params)? };
             let mut target = Context::new(context)?;
             let loaded = target.state_load_file(from, usize::MAX)?;
@@ -69,9 +68,10 @@ pub fn convert(
             Ok(Converted { bytes, notes: Vec::new() })
         }
         Kind::SequenceFile if appendices.parts.is_empty() && appendices.damage.is_empty() => {
-            let mut target = context_of(state, params)?;
-            let slot = target.slot_load(from, 0, SlotLoadParams::default())?;
-            let bytes = target.state_seq_save_file(to, 0, &slot.tokens)?;
+            let seq_id = seq_id_of(inspected);
+            let mut target = context_of(state, seq_id, params)?;
+            let slot = target.slot_load(from, seq_id, SlotLoadParams::default())?;
+            let bytes = target.state_seq_save_file(to, seq_id, &slot.tokens)?;
             Ok(Converted { bytes, notes: slot.notes })
         }
         Kind::SequenceFile => slot_file(from, inspected, to, params),
@@ -84,7 +84,8 @@ pub fn convert(
 /// A file with appendices.
 fn slot_file(from: &Path, inspected: Inspected<'_>, to: &Path, params: &ConvertParams) -> Result<Converted> {
     let Inspected { input, description } = inspected;
-    let mut target = context_of(&description.state, params)?;
+    let seq_id = seq_id_of(inspected);
+    let mut target = context_of(&description.state, seq_id, params)?;
     let appendices = &description.appendices;
     // The layers of recurrent states are in the geometry alone, which a file with appendices is written with.
     let has_recurrent =
@@ -93,16 +94,15 @@ fn slot_file(from: &Path, inspected: Inspected<'_>, to: &Path, params: &ConvertP
         return Err(Error::arg("from", "does not say which layers are recurrent"));
     }
     let blob = appendices.draft.as_ref().map(|state| state.draft.clone()).filter(|blob| !blob.is_empty());
-    let mut draft =
-        blob.map(|range| context_of(&inspect::blob(slice(input, &range)?)?.state, params)).transpose()?;
+    let mut draft = blob.map(|range| context_of_blob(slice(input, &range)?, params)).transpose()?;
     let identity =
         appendices.integrity.as_ref().map(|integrity| integrity.identity.clone()).unwrap_or_default();
     let slot = target.slot_load(
         from,
-        0,
+        seq_id,
         SlotLoadParams {
             n_ctx_checkpoints: usize::MAX,
-            draft: draft.as_mut().map(|draft| (draft, 0)),
+            draft: draft.as_mut().map(|(draft, seq_id)| (draft, *seq_id)),
             identity: identity.clone(),
             verify: Verify::Full,
             ..SlotLoadParams::default()
@@ -123,12 +123,12 @@ fn slot_file(from: &Path, inspected: Inspected<'_>, to: &Path, params: &ConvertP
         draft: draft
             .as_mut()
             .filter(|_| matches!(slot.draft, DraftOutcome::Restored(_)))
-            .map(|draft| (draft, 0)),
+            .map(|(draft, seq_id)| (draft, *seq_id)),
         driver: slot.driver.as_deref().unwrap_or_default(),
         identity,
         sidecar: false,
     };
-    Ok(Converted { bytes: target.slot_save(to, 0, contents)?, notes })
+    Ok(Converted { bytes: target.slot_save(to, seq_id, contents)?, notes })
 }
 
 fn borrowed(checkpoint: &Checkpoint<Vec<u8>>) -> Checkpoint<&[u8]> {
@@ -148,26 +148,51 @@ fn convert_blob(blob: Vec<u8>, params: &ConvertParams) -> Result<Vec<u8>> {
     if is_empty {
         return Ok(blob);
     }
-    let description = inspect::blob(&blob)?;
-    if description.state.version != StateVersion::CURRENT {
-        let version = description.state.version.seq_version();
+    let version = inspect::blob(&blob)?.state.version;
+    if version != StateVersion::CURRENT {
+        let version = version.seq_version();
         return Err(Error::arg(
             "from",
             format!("has a checkpoint of version {version}, which cannot be restored"),
         ));
     }
-    let mut context = context_of(&description.state, params)?;
-    context.state_seq_set_data(&blob, 0, StateFlags::empty())?;
-    let size = context.state_seq_get_size(0, StateFlags::empty())?;
+    let (mut context, seq_id) = context_of_blob(&blob, params)?;
+    context.state_seq_set_data(&blob, seq_id, StateFlags::empty())?;
+    let size = context.state_seq_get_size(seq_id, StateFlags::empty())?;
     let mut out =
         vec![0; usize::try_from(size).map_err(|_| Error::OutOfMemory { what: "a checkpoint", bytes: size })?];
-    context.state_seq_get_data(&mut out, 0, StateFlags::empty())?;
+    context.state_seq_get_data(&mut out, seq_id, StateFlags::empty())?;
     Ok(out)
 }
 
-/// An empty context that takes the state of a sequence.
-fn context_of(state: &State, params: &ConvertParams) -> Result<Context> {
-    Context::new(context_params(state, params)?)
+/// An empty context of as many streams as the state was written by, which takes it under the name that it has there.
+fn context_of(state: &State, seq_id: SeqId, params: &ConvertParams) -> Result<Context> {
+    let n_stream = n_stream(state);
+    let n_seq_max = n_stream.max(seq_id.unsigned_abs() + 1);
+    let unified = n_stream == 1;
+    Context::new(ContextParams { n_seq_max, unified, ..context_params(state, params)? })
+}
+
+fn context_of_blob(blob: &[u8], params: &ConvertParams) -> Result<(Context, SeqId)> {
+    let description = inspect::blob(blob)?;
+    let seq_id = seq_id_of(Inspected { input: blob, description: &description });
+    Ok((context_of(&description.state, seq_id, params)?, seq_id))
+}
+
+/// The sequence that a state says it is of, in its cells or its header: readers ignore it, but it stays what it was. 0 if no context
+/// can have it.
+fn seq_id_of(Inspected { input, description }: Inspected<'_>) -> SeqId {
+    let sections = description.state.sections.iter();
+    let mut cells = sections
+        .flat_map(|section| section.streams.iter().flat_map(move |stream| section.cells(stream, input)));
+    let of_cells = cells.find_map(|cell| cell.seq_ids().next());
+    let seq_id = of_cells.or(description.seq_id);
+    seq_id.filter(|&seq_id| Seq::new(seq_id, MAX_SEQ).is_some()).unwrap_or(0)
+}
+
+fn n_stream(state: &State) -> u32 {
+    let n_stream = state.sections.iter().map(|section| section.streams.len()).max();
+    n_stream.map_or(1, |n| u32::try_from(n).unwrap_or(MAX_SEQ)).max(1)
 }
 
 fn context_params(state: &State, params: &ConvertParams) -> Result<ContextParams> {

@@ -47,7 +47,7 @@ fn a_file_of_llama_cpp_turned_and_turned_back_is_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let (there, back) = (folder.path().join("there"), folder.path().join("back"));
     let mut n = 0;
-    for f in slots(|f| f.version() == 4 && f.sidecar.kv_unified && !f.name.contains("vq")) {
+    for f in slots(|f| f.version() == 4 && !f.name.contains("vq")) {
         let path = f.path("slot").unwrap();
         let is_transposed = f.name.contains("vtrans");
         let way = |v_trans| ConvertParams { v_trans: Some(v_trans), ..TURNED };
@@ -90,7 +90,7 @@ fn an_old_file_becomes_one_of_the_newest_version() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out");
     let mut n = 0;
-    for f in slots(|f| f.version() < 4 && f.sidecar.kv_unified && f.rotation().is_none()) {
+    for f in slots(|f| f.version() < 4 && f.rotation().is_none()) {
         let path = f.path("slot").unwrap();
         converted(&path, &out, &ConvertParams::default()).unwrap_or_else(|e| panic!("{}: {e}", f.name));
         let want = file_bytes(SEQUENCE, 4, &f.sidecar.tokens, &f.as_version_4()[8..]);
@@ -98,6 +98,35 @@ fn an_old_file_becomes_one_of_the_newest_version() {
         n += 1;
     }
     assert!(n > 0, "no fixture");
+}
+
+#[test]
+fn sequences_keep_their_names_and_streams_in_all_parts_of_a_slot_file() {
+    let f = fixture("gemma3-dense_kf16_vf16_n64_none");
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out) = (folder.path().join("slot"), folder.path().join("out"));
+    let blob = f.blob().unwrap();
+    let loaded = |unified, seq_id| {
+        let mut ctx = Context::new(ContextParams { n_seq_max: 4, unified, ..f.params() }).unwrap();
+        ctx.state_seq_set_data(&blob, seq_id, NONE).unwrap();
+        ctx
+    };
+    for (unified, [seq, draft_seq]) in [(true, [3, 1]), (false, [1, 3])] {
+        let (mut target, mut draft) = (loaded(unified, seq), loaded(!unified, draft_seq));
+        let partial = [seq_state(&mut target, seq, PARTIAL), seq_state(&mut draft, draft_seq, NONE)];
+        let span = CheckpointSpan::new(64, 0, 63).unwrap();
+        let contents = SlotContents {
+            tokens: &[7; 64],
+            checkpoints: vec![Checkpoint { span, target: &partial[0][..], draft: &partial[1], driver: b"" }],
+            draft: Some((&mut draft, draft_seq)),
+            driver: b"",
+            identity: Identity::default(),
+            sidecar: false,
+        };
+        target.slot_save(&path, seq, contents).unwrap();
+        converted(&path, &out, &ConvertParams::default()).unwrap();
+        assert_same_bytes(&fs::read(&out).unwrap(), &fs::read(&path).unwrap(), "as it was");
+    }
 }
 
 #[test]
