@@ -12,7 +12,7 @@ use std::{env, fs};
 
 use kvstate::context::UbatchToken;
 use kvstate::format::GgmlType;
-use kvstate::memory::{KvParams, LayerParams, SectionParams};
+use kvstate::memory::{KvParams, LayerParams, LegacyRotation, SectionKind, SectionParams};
 use kvstate::session::{
     DraftOutcome, Kept, LoadedRange, LoadedSlot, RangeLoadParams, SlotContents, SlotLoadParams, StateFile,
     StateReader, Verify,
@@ -286,10 +286,19 @@ fn a_prefix_is_what_a_cut_of_the_whole_leaves() {
 
 #[test]
 fn a_prefix_of_llama_cpps_file_is_what_a_cut_of_the_whole_leaves() {
-    for name in ["tiny2x64_kf16_vf16_n64_none.slot", "v2/tiny2x64_kf16_vf16_n64_none.slot"] {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
-        let tensor = tensor(GgmlType::F16, 64);
-        let new = || context(1, &[KvParams::new(64, 2, LayerParams { k: tensor, v: Some(tensor) })]);
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
+    for (name, ggml_type, n_embd, n_rot) in [
+        ("tiny2x64_kf16_vf16_n64_none.slot", GgmlType::F16, 64, 0),
+        ("v3/tiny2x128h64_kq8_0_vq8_0_n64_none.slot", GgmlType::Q8_0, 64, 64),
+    ] {
+        let path = fixtures.join(name);
+        let tensor = tensor(ggml_type, n_embd);
+        let new = || {
+            let layer = LayerParams { k: tensor, v: Some(tensor) };
+            let kv = KvParams { n_rot_k: n_rot, n_rot_v: n_rot, ..KvParams::new(64, 2, layer) };
+            let legacy_rotation = Some(LegacyRotation::Rotated);
+            place::context(ContextParams { legacy_rotation, ..support::params(1, &[kv]) }).expect("a context")
+        };
         let (mut cut, mut prefix) = (new(), new());
         let whole = cut.state_seq_load_file(&path, 0, 64).expect(name);
         cut.seq_rm(0, 16, -1).expect("a sequence");
@@ -309,8 +318,24 @@ fn a_range_in_the_middle_replaces_the_sequence() {
     assert_eq!(loaded.kept, Kept { pos_min: 4, pos_max: 8, n_cut: 3 });
     assert_eq!([positions(&into, 0, 1), positions(&into, 1, 1)], [[4, 5, 6, 7, 8]; 2]);
     assert!(is_intact(&into, 1, 0));
-    let loaded = load_range(&mut into, &path, 1, (5, 5)).expect("a range");
-    assert_eq!((loaded.kept.pos_max, into.seq_pos_max(1).expect("a sequence")), (-1, -1));
+}
+
+#[test]
+fn a_range_without_positions_empties_the_sequence() {
+    for kind in &memories::KINDS {
+        let (_dir, path) = folder();
+        memories::context(kind, 1).state_seq_save_file(&path, memories::DEST, &[]).expect("a file");
+        let mut empty = place::context(memories::params(kind)).expect("a context");
+        let want = save(&mut empty, memories::DEST, NONE);
+        for range in [(0, 0), (5, 5), (7, 3), (8, -1)] {
+            let mut into = memories::context(kind, 2);
+            let other = save(&mut into, memories::OTHER, NONE);
+            let loaded = load_range(&mut into, &path, memories::DEST, range).expect("nothing");
+            assert_eq!((loaded.kept.pos_min, loaded.kept.pos_max), (-1, -1), "{}", kind.name);
+            assert!(save(&mut into, memories::DEST, NONE) == want, "{}, {range:?}", kind.name);
+            assert!(save(&mut into, memories::OTHER, NONE) == other, "{}, {range:?}", kind.name);
+        }
+    }
 }
 
 // Where a prefix cannot end
@@ -429,10 +454,10 @@ fn a_prefix_of_nothing_leaves_empty_sequences() {
 #[test]
 fn a_draft_that_cannot_be_cut_is_dropped_and_the_target_stands() {
     let hybrid = || {
-        let sections = SectionParams::hybrid(kv(16), recurrence::params(0));
+        let sections = SectionParams::hybrid(kv(32), recurrence::params(0));
         place::context(ContextParams::new(2, sections)).expect("a context")
     };
-    let lossy = || context(2, &iswa(16, 6, 4));
+    let lossy = || context(2, &iswa(32, 12, 4));
     let states = "section recurrent has states to go on at positions 12 to 12, and none for 8";
     let window = "section swa has positions 6 to 7, and a token at 8 needs positions 5 to 7";
     for (new, reason) in [(&hybrid as &dyn Fn() -> Context, states), (&lossy, window)] {
@@ -460,7 +485,7 @@ fn a_draft_that_cannot_be_cut_is_dropped_and_the_target_stands() {
 fn generate_tokens(ctx: &mut Context, n: Pos) {
     for pos in 0..n {
         for seq in [0, 1] {
-            if ctx.section_kind(1).expect("a section") == kvstate::memory::SectionKind::Kv {
+            if ctx.section_kind(1).expect("a section") == SectionKind::Kv {
                 decode(ctx, seq, [pos]);
             } else {
                 recurrence::decode(ctx, &[(1, 0)], &[(&[seq], pos)]).expect("a slot");

@@ -90,6 +90,10 @@ impl Memory {
         let (Scope::Seq(dest), Ok(p1)) = (params.scope, Pos::try_from(params.range.p1)) else {
             return Ok(());
         };
+        // Nothing goes on anywhere, as from 0.
+        if params.range.is_empty() {
+            return Ok(());
+        }
         let is_behind = |pos: Option<Pos>| pos.is_some_and(|pos| pos >= p1);
         let is_cut = |plan: &SectionPlan<'_>| match plan {
             SectionPlan::Kv(plan) => plan.found.n_cut > 0,

@@ -92,7 +92,7 @@ impl RecurrentCache {
         let pos = states.first().filter(|_| scope != Scope::Whole).map(|&(_, pos)| pos);
         // One without planes is as good as one of an earlier position.
         let pos = if self.has_planes() { pos } else { pos.and_then(|pos| range.last_up_to(pos)) };
-        let pos = pos.filter(|&pos| pos >= range.p0);
+        let pos = pos.filter(|&pos| pos >= range.p0 && !range.is_empty());
         let (after, cells) = match (scope, pos) {
             (Scope::Seq(seq), None) => {
                 let mut after = self.cells.clone();
