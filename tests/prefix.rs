@@ -23,9 +23,7 @@ use kvstate::{Context, ContextParams, Error, Result, Status};
 use slots::support::{
     self, NONE, context, decode, generate, image, is_intact, iswa, kv, place, positions, save, tensor,
 };
-use slots::{
-    DRIVER, TOKENS, busy_draft, busy_target, draft, identity, save_slot, target, target_params,
-};
+use slots::{DRIVER, TOKENS, busy_draft, busy_target, draft, identity, save_slot, target, target_params};
 use tempfile::TempDir;
 use transformer::{Setup, tokens};
 
@@ -120,8 +118,7 @@ fn full(v_trans: bool, order: Order) -> Context {
 fn sampled(ctx: &Context) -> Vec<(Pos, u32)> {
     let wanted = [0, 1, 500, 1023, 1024, 1500, 2046, 2047];
     let cell = |cell| ctx.cell(0, 0, cell).expect("a cell").map(|(meta, _)| (meta.pos, cell));
-    let mut found: Vec<_> =
-        (0..N_CELL).filter_map(cell).filter(|(pos, _)| wanted.contains(pos)).collect();
+    let mut found: Vec<_> = (0..N_CELL).filter_map(cell).filter(|(pos, _)| wanted.contains(pos)).collect();
     found.sort_unstable();
     assert_eq!(found.len(), wanted.len());
     found
@@ -131,9 +128,8 @@ fn assert_same_prompt(loaded: &Context, source: &Context) {
     assert_eq!(loaded.seq_pos_max(0).expect("a sequence"), 2047);
     let planes = || support::planes(loaded, 0, 0).into_iter().zip(support::planes(source, 0, 0));
     for ((pos, to), (_, from)) in sampled(loaded).into_iter().zip(sampled(source)) {
-        let is_same = |(to_plane, from_plane)| {
-            support::read_cell(to_plane, to) == support::read_cell(from_plane, from)
-        };
+        let is_same =
+            |(to_plane, from_plane)| support::read_cell(to_plane, to) == support::read_cell(from_plane, from);
         assert!(planes().all(is_same), "position {pos}");
     }
 }
@@ -155,7 +151,8 @@ fn counted<T>(load: impl FnOnce() -> T) -> (T, u64) {
 /// A quarter of the tensors, and all metadata: 12 bytes for each cell of each of `n` states, and some for each tensor.
 fn assert_a_quarter(what: &str, read: u64, size: u64, n: u64) {
     let metadata = n * (12 * u64::from(N_CELL) + 4096 * 2 * u64::from(N_LAYER) + (64 << 10));
-    eprintln!("{what}: {read} of {size} bytes were read, {:.1} %", 100.0 * read as f64 / size as f64);
+    let permille = 1000 * read / size;
+    eprintln!("{what}: {read} of {size} bytes were read, {}.{} %", permille / 10, permille % 10);
     assert!(size / 5 < read && read <= size / 4 + metadata, "{what}: {read} of {size} bytes");
 }
 
@@ -304,7 +301,10 @@ fn a_prefix_of_llama_cpps_file_is_what_a_cut_of_the_whole_leaves() {
         cut.seq_rm(0, 16, -1).expect("a sequence");
         let loaded = load_prefix(&mut prefix, &path, 0, 16);
         assert_eq!((&loaded.tokens, loaded.state_end), (&whole.tokens, whole.state_end));
-        assert_eq!((loaded.kept, loaded.kept.n_tokens(64)), (Kept { pos_min: 0, pos_max: 15, n_cut: 48 }, 16));
+        assert_eq!(
+            (loaded.kept, loaded.kept.n_tokens(64)),
+            (Kept { pos_min: 0, pos_max: 15, n_cut: 48 }, 16)
+        );
         assert!(save(&mut prefix, 0, NONE) == save(&mut cut, 0, NONE), "{name}");
     }
 }
@@ -424,7 +424,10 @@ fn a_slot_is_cut_with_its_draft_and_without_later_checkpoints_and_the_driver() {
         loaded.notes,
         ["1 of 3 checkpoints are left out: they reach position 8 or further", NO_DRIVER]
     );
-    assert_eq!([positions(&into, 0, 1), positions(&into, 1, 1)], [(); 2].map(|()| (0..8).collect::<Vec<_>>()));
+    assert_eq!(
+        [positions(&into, 0, 1), positions(&into, 1, 1)],
+        [(); 2].map(|()| (0..8).collect::<Vec<_>>())
+    );
     assert_eq!(positions(&draft_into, 0, 0), (0..8).collect::<Vec<_>>());
     assert!(is_intact(&into, 1, 0) && is_intact(&draft_into, 0, 1));
 }
