@@ -15,8 +15,8 @@ pub struct Kept {
     pub pos_min: Pos,
     /// Largest position, -1 if there is none.
     pub pos_max: Pos,
-    /// Cells of the state behind the range that was wanted: so many tokens at the end of its list belong to nothing that was
-    /// restored, if the list has one for each cell.
+    /// Cells of the state behind the range that was wanted, or positions if it has no cells: so many tokens at the end of its
+    /// list belong to nothing that was restored, if the list has one for each.
     pub n_cut: usize,
 }
 
@@ -159,6 +159,9 @@ impl MemoryPlan<'_> {
                 SectionPlan::Recurrent(plan) if seen.n_most == 0 => {
                     let pos = plan.pos.unwrap_or(-1);
                     (seen.kept.pos_min, seen.kept.pos_max) = (pos, pos);
+                    if seen.kept.n_cut == 0 {
+                        seen.kept.n_cut = plan.n_cut;
+                    }
                 }
                 SectionPlan::Recurrent(_) | SectionPlan::Dsv4(_) | SectionPlan::Nothing => {}
             }
