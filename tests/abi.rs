@@ -498,6 +498,18 @@ c_tests! { slot_file on_the_host:
     a_null_argument_fails_every_call,
 }
 
+c_tests! { range on_the_host_and_on_devices:
+    a_range_is_the_state_of_its_positions,
+    pieces_that_are_added_are_the_whole,
+    positions_that_meet_are_refused,
+    a_file_of_a_range_is_a_sequence_file,
+    the_prompt_of_a_file_is_loaded_without_the_reply,
+    a_slot_is_loaded_up_to_a_position,
+    a_prefix_whose_window_is_gone_is_refused,
+    what_makes_no_sense_is_refused,
+    a_null_argument_fails_every_call,
+}
+
 c_tests! { autosave on_the_host_and_on_devices:
     a_slot_is_restored_by_the_next_run,
     what_does_not_fit_is_a_cold_start_that_says_why,

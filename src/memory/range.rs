@@ -15,8 +15,8 @@ pub struct Kept {
     pub pos_min: Pos,
     /// Largest position, -1 if there is none.
     pub pos_max: Pos,
-    /// Cells of the state behind the range that was wanted: so many tokens at the end of its list belong to nothing that was
-    /// restored, if the list has one for each cell.
+    /// Cells of the state behind the range that was wanted, or positions if it has no cells: so many tokens at the end of its
+    /// list belong to nothing that was restored, if the list has one for each.
     pub n_cut: usize,
 }
 
@@ -90,6 +90,10 @@ impl Memory {
         let (Scope::Seq(dest), Ok(p1)) = (params.scope, Pos::try_from(params.range.p1)) else {
             return Ok(());
         };
+        // Nothing goes on anywhere, as from 0.
+        if params.range.is_empty() {
+            return Ok(());
+        }
         let is_behind = |pos: Option<Pos>| pos.is_some_and(|pos| pos >= p1);
         let is_cut = |plan: &SectionPlan<'_>| match plan {
             SectionPlan::Kv(plan) => plan.found.n_cut > 0,
@@ -155,6 +159,9 @@ impl MemoryPlan<'_> {
                 SectionPlan::Recurrent(plan) if seen.n_most == 0 => {
                     let pos = plan.pos.unwrap_or(-1);
                     (seen.kept.pos_min, seen.kept.pos_max) = (pos, pos);
+                    if seen.kept.n_cut == 0 {
+                        seen.kept.n_cut = plan.n_cut;
+                    }
                 }
                 SectionPlan::Recurrent(_) | SectionPlan::Dsv4(_) | SectionPlan::Nothing => {}
             }

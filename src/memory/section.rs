@@ -104,6 +104,11 @@ impl SectionPlan<'_> {
             Self::Recurrent(_) | Self::Dsv4(_) => false,
         }
     }
+
+    /// Whether the state has cells, of which not all may be wanted.
+    fn leaves_out(&self) -> bool {
+        matches!(self, Self::Kv(plan) if plan.found.pos_max.is_some())
+    }
 }
 
 impl Section {
@@ -365,10 +370,16 @@ impl Section {
             }
             Self::Shared => SectionPlan::Nothing,
             Self::Dsv4(dsv4) => {
-                let plan = dsv4.geometry.state_plan(source, params, flags)?;
+                let mut plan = dsv4.geometry.state_plan(source, params, flags)?;
+                let is_empty = before.iter().all(SectionPlan::is_empty);
                 // Nothing is added to what the destination has.
-                let adds_nothing = params.append && before.iter().all(SectionPlan::is_empty);
-                if adds_nothing { SectionPlan::Nothing } else { SectionPlan::Dsv4(plan) }
+                if is_empty && params.append {
+                    return Ok(SectionPlan::Nothing);
+                }
+                if is_empty && before.iter().any(SectionPlan::leaves_out) {
+                    plan.leave_out()?;
+                }
+                SectionPlan::Dsv4(plan)
             }
         })
     }

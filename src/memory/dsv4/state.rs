@@ -195,6 +195,16 @@ impl Dsv4Cache {
 }
 
 impl Dsv4Plan<'_> {
+    /// Brings no rows: of the positions that they are of none is wanted.
+    pub fn leave_out(&mut self) -> Result<()> {
+        for (tensor, all) in self.tensors.iter_mut().zip(&self.all_rows) {
+            if let Some(tensor) = tensor {
+                (tensor.rows, tensor.rest) = (run(0, 0)?, run(0, all.n_cells())?);
+            }
+        }
+        Ok(())
+    }
+
     fn seqs(&self, n_stream: u32) -> impl Iterator<Item = Seq> {
         self.streams.iter().filter_map(move |&stream| Seq::new(i32::try_from(stream).ok()?, n_stream))
     }

@@ -34,6 +34,8 @@ pub(crate) struct RecurrentPlan<'a> {
     scope: Scope,
     /// The last position that the state of a sequence has seen.
     pub pos: Option<Pos>,
+    /// Positions that it has seen behind the range that is wanted.
+    pub n_cut: usize,
     /// The cells as they are then.
     after: RecurrentCells,
     /// The cells that the states take.
@@ -90,9 +92,10 @@ impl RecurrentCache {
         let ReadState { states, tensors } = read;
         let ReadParams { scope, range, append, .. } = params;
         let pos = states.first().filter(|_| scope != Scope::Whole).map(|&(_, pos)| pos);
+        let n_cut = pos.map_or(0, |pos| usize::try_from(i64::from(pos) + 1 - range.p1).unwrap_or(0));
         // One without planes is as good as one of an earlier position.
         let pos = if self.has_planes() { pos } else { pos.and_then(|pos| range.last_up_to(pos)) };
-        let pos = pos.filter(|&pos| pos >= range.p0);
+        let pos = pos.filter(|&pos| pos >= range.p0 && !range.is_empty());
         let (after, cells) = match (scope, pos) {
             (Scope::Seq(seq), None) => {
                 let mut after = self.cells.clone();
@@ -114,7 +117,7 @@ impl RecurrentCache {
             (Scope::Whole, _) => (self.cells.of_states(&states), (0..count(states.len())?).collect()),
         };
         let map = CellMap::of_cells(&cells)?;
-        Ok(RecurrentPlan { scope, pos, after, cells, map, tensors })
+        Ok(RecurrentPlan { scope, pos, n_cut, after, cells, map, tensors })
     }
 
     /// Whether the state takes a cell that holds something, the destination's own included.

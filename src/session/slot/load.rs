@@ -70,7 +70,8 @@ impl Context {
             match (blob, &sidecar) {
                 (Some(blob), _) => plan_draft(&file, blob, range, draft).map(Some),
                 (None, Some(Ok(sidecar))) => {
-                    plan_sidecar(sidecar, file.tokens(), draft, &expected, &mut slot.notes).map(Some)
+                    plan_sidecar(sidecar, (file.tokens(), end.kept), draft, &expected, &mut slot.notes)
+                        .map(Some)
                 }
                 (None, Some(Err(error))) => Err(error.to_string()),
                 (None, None) => Ok(None),
@@ -142,7 +143,7 @@ pub(super) fn read_loaded(
     let n_checkpoints_in_file = all.len();
     leave_out_behind(expected.range, &mut all, &mut notes);
     let checkpoints = read_checkpoints(file, &all, n_ctx_checkpoints, &mut notes);
-    let driver = read_driver(file, draft.as_ref(), &mut notes);
+    let driver = read_driver(file, draft.as_ref(), end.kept, &mut notes);
     let (verified, identity) = match integrity {
         Some(Found { integrity, .. }) => (expected.verify, integrity.identity),
         None => (Verify::None, Identity::default()),
@@ -210,13 +211,14 @@ fn plan_draft<'f>(
     plan().map_err(|error| file.failed(error).to_string())
 }
 
-/// What a load of the sidecar would do to the draft's sequence. Its tokens say whether it belongs to a slot file with `tokens`.
+/// What a load of the sidecar would do to the draft's sequence. Its tokens say whether it belongs to a slot file with `tokens`, of
+/// whose state `kept` is restored.
 ///
 /// # Errors
 /// The reason to drop the state.
 fn plan_sidecar<'f>(
     sidecar: &'f StateFile,
-    tokens: &[Token],
+    (tokens, kept): (&[Token], Kept),
     draft: Option<(Seq, &Context)>,
     expected: &Expected,
     notes: &mut Vec<String>,
@@ -233,7 +235,7 @@ fn plan_sidecar<'f>(
         }
         let mut of_sidecar = Vec::new();
         let (plan, appendices) = context.read_slot(sidecar, seq, expected, &mut of_sidecar)?;
-        let driver = read_driver(sidecar, appendices.draft.as_ref(), &mut of_sidecar);
+        let driver = read_driver(sidecar, appendices.draft.as_ref(), kept, &mut of_sidecar);
         notes.extend(of_sidecar.into_iter().map(|note| format!("sidecar: {note}")));
         // As many as in an appendix, where it is a blob.
         let bytes = SEQ_BLOB_HEADER_LEN + (plan.end.offset() - sidecar.state_start());
@@ -285,13 +287,20 @@ fn read_checkpoints(
     })
 }
 
+/// The state of the speculative driver, which is of the end of the target's sequence and of nothing else.
 fn read_driver(
     file: &StateFile,
     state: Option<&DraftState<Range<u64>>>,
+    kept: Kept,
     notes: &mut Vec<String>,
 ) -> Option<Vec<u8>> {
     let range = &state?.driver;
     if range.is_empty() {
+        return None;
+    }
+    if kept.n_cut > 0 {
+        let reason = "it has seen positions that are cut off";
+        notes.push(format!("the state of the speculative driver is left out: {reason}"));
         return None;
     }
     read_blob(file, range)
