@@ -203,6 +203,19 @@ const std::vector<Case> cases = {
     {"removals", "dots3note-moe", "f16/f16", flash, "contiguous"},
     {"removals", "deepseek4-moe", "f16/f16", flash | small, "contiguous"},
 
+    // Ranges of the sequence that kvstate writes alone, as states and as files.
+    {"pieces", "llama-dense", "f16/f16", small, "contiguous"},
+    {"pieces", "llama-dense", "q8_0/q8_0", flash | streams | small, "interleaved"},
+    {"pieces", "qwen2vl-dense", "f16/f16", flash, "image"},
+    {"pieces", "deepseek2-moe", "f16/f16", 0, "contiguous"},
+    {"pieces", "gemma3-dense", "f16/f16", small, "short"},
+    {"pieces", "gpt-oss-moe", "f16/f16", flash | streams, "short"},
+    {"pieces", "minimax-m3-moe", "f16/f16", flash, "contiguous"},
+    {"pieces", "dots3note-moe", "f16/f16", flash, "short"},
+    {"pieces", "mamba-dense", "f16/f16", 0, "contiguous"},
+    {"pieces", "falcon-h1-dense", "f16/f16", flash | small, "contiguous"},
+    {"pieces", "deepseek4-moe", "f16/f16", flash, "short"},
+
     {"refusals", "llama-dense", "f16/f16", small, "contiguous"},
     {"refusals", "llama-dense", "f16/f16", flash | streams, "contiguous"},
     {"refusals", "qwen2vl-dense", "f16/f16", 0, "contiguous"},
@@ -270,6 +283,18 @@ inline std::string sections_of(Memory memory) {
         case Memory::dsv4: return "awc";
     }
     return "";
+}
+
+// The ranges of pieces, in fifths of the positions.
+struct Piece {
+    const char *name;
+    int32_t from, to;
+};
+
+// A recurrent or compressed state is of its end: there are no pieces before it.
+inline std::vector<Piece> pieces_of(Memory memory) {
+    if (sections_of(memory).find_first_of("rc") != std::string::npos) return {{"tail", 3, 5}};
+    return {{"head", 0, 3}, {"middle", 1, 2}, {"tail", 3, 5}};
 }
 
 // How many attention caches the memory is made of; 0: not only of those.

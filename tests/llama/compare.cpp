@@ -143,6 +143,26 @@ void round_trip_of(const std::string &leg, const Results &r, Report &report) {
     report.equal(leg + ": seq_rm after a checkpoint", r.number("cut_checkpoint"), 1);
 }
 
+// llama.cpp reads what kvstate wrote of a range, in memory and as a file, and writes it again.
+void pieces_of_leg(const Case &the_case, const std::string &leg, const Results &r, Report &report) {
+    for (const Piece &piece : pieces_of(find_model(the_case.model)->memory)) {
+        const std::string name = piece.name, what = leg + ": the " + name + " that kvstate wrote";
+        const Bytes range = r.bytes(name);
+        report.equal(what + " is consumed", r.number("set_" + name), range.size());
+        report.equal(what + ", pos_min", r.number("pos_min_" + name), r.number("alone_pos_min_" + name));
+        report.equal(what + ", pos_max", r.number("pos_max_" + name), r.number("p1_" + name) - 1);
+        report.equal(what + ", written again", r.bytes("again_" + name), range);
+        report.equal(what + ", the file is loaded to its end", r.number("load_file_" + name),
+                     r.number("save_file_" + name));
+        report.equal(what + ", tokens of the file", r.number("tokens_" + name), 1);
+        report.equal(what + ", the file's state written again", r.bytes("again_file_" + name), range);
+        if (piece.from == 0) {
+            same(the_case, same_cells_fresh(the_case), report, what + ", gone on", r.logits(name),
+                 r.logits("never"));
+        }
+    }
+}
+
 // NONE of the adapter holds what stock's holds, the same bytes, and the cells that the window masks.
 void superset(const Case &the_case, const Legs &legs, Report &report) {
     const Model &model = *find_model(the_case.model);
@@ -332,6 +352,7 @@ void compare_stock(const Case &the_case, const Results &stock, Report &report) {
     }
     if (steps == "k_shift") alone_shifts(the_case, stock, report);
     if (steps == "removals") alone_removes(the_case, "stock", stock, report);
+    if (steps == "pieces") pieces_of_leg(the_case, "stock", stock, report);
     if (steps == "pending_copy") {
         wrong(the_case, report, "stock: the fault, a pending copy is lost", stock.logits("restored"),
               stock.logits("never"));
@@ -381,6 +402,7 @@ void compare_legs(const Case &the_case, const Legs &legs, Report &report) {
             report.equal("adapter: the answer to " + name, mine.number(name), stock.number(name));
         }
     }
+    if (steps == "pieces") pieces_of_leg(the_case, "adapter", mine, report);
     // Stock leaves masked cells out of the state.
     if (steps == "k_shift" && !has_masked(the_case)) {
         report.equal("adapter: before the shift as stock", mine.bytes("before"), stock.bytes("before"));

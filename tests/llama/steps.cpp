@@ -502,6 +502,7 @@ void run_steps(llama_model *model, const Case &the_case, Results &out) {
         {"on_device", on_device_steps},
         {"on_device_refusals", on_device_refusals},
         {"exceptions", exceptions},
+        {"pieces", pieces},
     };
     steps.at(the_case.steps)(model, the_case, out);
 }

@@ -15,5 +15,8 @@ void take_steps(llama_model *model, const Case &the_case, const Results &from, R
 // In foreign_io.cpp, which needs llama.cpp's private headers.
 void exceptions(llama_model *model, const Case &the_case, Results &out);
 
+// In pieces.cpp, which needs kvstate.
+void pieces(llama_model *model, const Case &the_case, Results &out);
+
 // By what the model in a file divides the frequencies of RoPE; empty: nothing. llama.h has no call for it.
 Logits rope_freqs(const std::string &path);
