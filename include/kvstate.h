@@ -1637,7 +1637,8 @@ kvs_status kvs_transfer_params_init(struct kvs_transfer_params *params, size_t s
 //
 // A save that is cancelled leaves the file that was there. A load that is cancelled leaves the context as it was:
 // where it has to overwrite cells that are in use, progress is called while the file is brought into memory, before the
-// first change, and no more after that.
+// first change, and no more after that. Of kvs_slot_load with KVS_VERIFY_FULL it hears how much of the file is verified, and
+// nothing of the restore after it.
 kvs_status kvs_set_transfer(struct kvs_context *ctx,
                             const struct kvs_transfer_params *params);
 
@@ -1884,8 +1885,9 @@ kvs_status kvs_slot_save(struct kvs_context *ctx,
 // what else the file holds. params may be NULL.
 //
 // Refused, and nothing has changed in either context: a file of another model, salt or geometry, one that has not what require
-// asks for, a state that does not fit, and what KVS_VERIFY_* finds damaged in header, tokens or memory state. What is damaged or unknown behind the memory state is left
-// out and said in notes. A draft state that does not fit is dropped: the draft's sequence is empty then, and the target stands.
+// asks for, a state that does not fit, and what KVS_VERIFY_* finds damaged in header, tokens or memory state. What is damaged or
+// unknown behind the memory state is left out and said in notes. A draft state that does not fit is dropped: the draft's sequence
+// is empty then, and the target stands.
 kvs_status kvs_slot_load(struct kvs_context *ctx,
                          const char *filename,
                          kvs_seq_id dest_seq_id,

@@ -408,8 +408,9 @@ pub unsafe extern "C" fn kvs_slot_save(
 /// what else the file holds. params may be NULL.
 ///
 /// Refused, and nothing has changed in either context: a file of another model, salt or geometry, one that has not what require
-/// asks for, a state that does not fit, and what KVS_VERIFY_* finds damaged in header, tokens or memory state. What is damaged or unknown behind the memory state is left
-/// out and said in notes. A draft state that does not fit is dropped: the draft's sequence is empty then, and the target stands.
+/// asks for, a state that does not fit, and what KVS_VERIFY_* finds damaged in header, tokens or memory state. What is damaged or
+/// unknown behind the memory state is left out and said in notes. A draft state that does not fit is dropped: the draft's sequence
+/// is empty then, and the target stands.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_slot_load(
     ctx: *mut kvs_context,

@@ -65,7 +65,8 @@ pub unsafe extern "C" fn kvs_transfer_params_init(
 ///
 /// A save that is cancelled leaves the file that was there. A load that is cancelled leaves the context as it was:
 /// where it has to overwrite cells that are in use, progress is called while the file is brought into memory, before the
-/// first change, and no more after that.
+/// first change, and no more after that. Of kvs_slot_load with KVS_VERIFY_FULL it hears how much of the file is verified, and
+/// nothing of the restore after it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_set_transfer(
     ctx: *mut kvs_context,

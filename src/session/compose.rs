@@ -179,7 +179,7 @@ pub struct StateReader<'a> {
     failed: Option<String>,
     /// Full-attention sections of partial states, which older llama.cpp wrote, are read and dropped.
     legacy_partial: bool,
-    transfer: Transfer,
+    pub(super) transfer: Transfer,
     /// Where the state is, if it is in a file.
     pub(super) file: Option<&'a StateFile>,
     /// What else that file holds, if it is read as a slot.

@@ -6,12 +6,13 @@ use std::io;
 use std::io::IoSliceMut;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::with_path;
 use crate::error::{Error, Result};
-use crate::format::{Cursor, FileHeader, FileKind, StateVersion, crc32c_append, tokens_of};
+use crate::format::{Cursor, FileHeader, FileKind, StateVersion, crc32c_append, crc32c_combine, tokens_of};
 use crate::state::Source;
-use crate::storage::{ProgressCallback, read_error, read_exact_at};
+use crate::storage::{ProgressCallback, Report, Threads, for_each_piece, read_error, read_exact_at};
 use crate::types::Token;
 
 /// A sequence file, or the file of a whole context. Its tensors are read when they are needed.
@@ -103,20 +104,30 @@ impl StateFile {
         Source::file(&self.file, range.start, range.end, StateVersion::CURRENT, &[])
     }
 
-    /// Checksum of these bytes.
-    pub(super) fn crc32c(&self, range: Range<u64>) -> Result<u32> {
+    /// Checksum of these bytes, which the report is told of.
+    pub(super) fn crc32c(&self, range: Range<u64>, threads: Threads, report: &mut Report<'_>) -> Result<u32> {
+        const PIECE: u64 = 4 << 20;
         /// Few enough bytes to be in the cache when their checksum is computed.
         const STEP: u64 = 256 << 10;
-        let mut buffer = Vec::new();
-        let (mut crc, mut at) = (0, range.start);
-        while at < range.end {
-            let next = range.end.min(at + STEP);
-            buffer.resize(usize::try_from(next - at).unwrap_or(0), 0);
-            read_exact_at(&self.file, &mut buffer, at).map_err(read_error)?;
-            crc = crc32c_append(crc, &buffer);
-            at = next;
-        }
-        Ok(crc)
+        let len = range.end - range.start;
+        let starts = (0..len.div_ceil(PIECE)).map(|i| range.start + i * PIECE);
+        let sums: Vec<AtomicU32> = starts.clone().map(|_| AtomicU32::new(0)).collect();
+        let piece = |start| start..range.end.min(start + PIECE);
+        let pieces = starts.clone().map(piece).zip(&sums);
+        for_each_piece(threads.worth(len), pieces, Some(report), |(piece, sum), buffer: &mut Vec<u8>| {
+            let (mut crc, mut at) = (0, piece.start);
+            while at < piece.end {
+                let next = piece.end.min(at + STEP);
+                buffer.resize(usize::try_from(next - at).unwrap_or(0), 0);
+                read_exact_at(&self.file, buffer, at).map_err(read_error)?;
+                crc = crc32c_append(crc, buffer);
+                at = next;
+            }
+            sum.store(crc, Ordering::Relaxed);
+            Ok(piece.end - piece.start)
+        })?;
+        let sums = sums.into_iter().map(AtomicU32::into_inner).zip(starts.map(piece));
+        Ok(sums.fold(0, |crc, (sum, piece)| crc32c_combine(crc, sum, piece.end - piece.start)))
     }
 
     pub(super) fn path(&self) -> &Path {

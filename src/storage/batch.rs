@@ -2,14 +2,13 @@
 
 #![allow(unsafe_code, reason = "threads write the planes of one batch side by side")]
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::thread;
+use std::sync::Arc;
 
 use super::convert::{Buffers, Conversion};
 use super::cuda::{self, DevicePlane, LocalPart, Part};
 use super::host::How;
 use super::kernels::Kernels;
+use super::pieces::{Report, for_each_piece};
 use super::region::Rectangle;
 use super::wanted::WantedBatch;
 use super::{CellMap, Plane, ProgressCallback, Region, StateTensor, TensorBytes, Threads, Transfer};
@@ -20,9 +19,6 @@ const PIECE: u64 = 512 << 10;
 
 /// Bytes of a converted piece on its way to a device, or to calls of a tensor's owner: each way there costs more.
 const STAGED_PIECE: u64 = 32 << 20;
-
-/// Bytes that are worth another thread: below, its start costs more than it brings.
-const THREAD_MIN: u64 = 2 << 20;
 
 /// Bytes of a batch from which on it goes past the cache: a smaller one is found there by who needs it next.
 const STREAM_MIN: u64 = 4 << 20;
@@ -106,7 +102,7 @@ fn gather_each(
             Some((region, block, piece))
         })
     });
-    work.run(pieces, Some(report), |(region, block, out), (): &mut ()| {
+    for_each_piece(work.threads, pieces, Some(report), |(region, block, out), (): &mut ()| {
         region.plane.read(&region.map, &block, out, work.how)?;
         Ok(block.bytes())
     })
@@ -303,7 +299,7 @@ impl Fetched {
                 Some((start, part, block))
             })
         });
-        work.run(pieces, Some(&mut report), |(start, part, block), buffer| {
+        for_each_piece(work.threads, pieces, Some(&mut report), |(start, part, block), buffer| {
             let src = part.src.piece(start, block.bytes(), buffer)?;
             // SAFETY: the planes are borrowed for writing by `batch`, and of all pieces only this one has cells of its
             // rectangle.
@@ -341,7 +337,7 @@ fn scatter_converted(parts: &[Source<'_>], transfer: &Transfer, report: &mut Rep
         };
         conversion.pieces(part.n_src, max).map(move |cells| (part, conversion, cells))
     });
-    work.run(pieces, Some(report), |(part, conversion, cells), buffers| {
+    for_each_piece(work.threads, pieces, Some(report), |(part, conversion, cells), buffers| {
         let bytes = conversion.convert(&part.src, part.n_src, &cells, buffers)?;
         let block = Rectangle::new(part.plane.shape(), cells.clone());
         // SAFETY: the planes are borrowed for writing, and of all pieces only this one has these cells.
@@ -450,7 +446,7 @@ pub(super) fn copy_slices(copies: Vec<(&mut [u8], &[u8])>, threads: Threads) -> 
     let work = Work::new(copies.iter().map(|(to, _)| to.len() as u64).sum(), false, threads);
     let pieces =
         copies.into_iter().flat_map(|(to, from)| to.chunks_mut(index(PIECE)).zip(from.chunks(index(PIECE))));
-    work.run(pieces, None, |(to, from), (): &mut ()| {
+    for_each_piece(work.threads, pieces, None, |(to, from), (): &mut ()| {
         to.copy_from_slice(from);
         Ok(to.len() as u64)
     })
@@ -463,36 +459,6 @@ pub(super) fn zeroed(n: u64, what: &'static str) -> Result<Vec<u8>> {
     out.try_reserve_exact(len).map_err(|_| Error::OutOfMemory { what, bytes: n })?;
     out.resize(len, 0);
     Ok(out)
-}
-
-/// How far a batch is, told to the caller.
-pub(super) struct Report<'a> {
-    callback: Option<&'a mut ProgressCallback>,
-    done: u64,
-    total: u64,
-}
-
-impl<'a> Report<'a> {
-    fn new(callback: Option<&'a mut ProgressCallback>, total: u64) -> Self {
-        Self { callback, done: 0, total }
-    }
-
-    /// So many more bytes are moved. The end is told once, by [`Report::finish`].
-    pub fn add(&mut self, bytes: u64) -> Result<()> {
-        self.done += bytes;
-        self.tell(self.done)
-    }
-
-    fn tell(&mut self, done: u64) -> Result<()> {
-        match self.callback.as_deref_mut().filter(|_| done < self.total) {
-            Some(callback) => callback.report(done, self.total),
-            None => Ok(()),
-        }
-    }
-
-    fn finish(self) -> Result<()> {
-        self.callback.map_or(Ok(()), |callback| callback.report(self.total, self.total))
-    }
 }
 
 /// Offsets inside what is in memory, and sizes of pieces.
@@ -510,64 +476,7 @@ struct Work {
 impl Work {
     /// The calls of a remote tensor's owner come from the thread that calls.
     fn new(total: u64, is_remote: bool, threads: Threads) -> Self {
-        let worth = usize::try_from(total / THREAD_MIN).unwrap_or(usize::MAX);
-        let threads = if is_remote || worth <= 1 { 1 } else { threads.count().min(worth) };
+        let threads = if is_remote { 1 } else { threads.worth(total) };
         Self { threads, how: How { kernels: Kernels::get(), streams: total >= STREAM_MIN } }
-    }
-
-    /// Does every piece, on as many threads as can be had, each with buffers of its own; `each` returns its bytes. After an
-    /// error no further piece is begun.
-    fn run<T: Send, B: Default>(
-        &self,
-        pieces: impl Iterator<Item = T> + Send,
-        mut report: Option<&mut Report<'_>>,
-        each: impl Fn(T, &mut B) -> Result<u64> + Sync,
-    ) -> Result<()> {
-        let pieces = Mutex::new(pieces);
-        let failure = OnceLock::new();
-        let done = AtomicU64::new(0);
-        let before = report.as_ref().map_or(0, |report| report.done);
-        let step = |buffers: &mut B| {
-            if failure.get().is_some() {
-                return false;
-            }
-            let piece = pieces.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some(piece) = piece else { return false };
-            match each(piece, buffers) {
-                Ok(bytes) => drop(done.fetch_add(bytes, Ordering::Relaxed)),
-                // Another one can have failed before: that is the one to tell.
-                Err(error) => drop(failure.set(error)),
-            }
-            true
-        };
-        let mut steps_of_the_caller = || {
-            let mut buffers = B::default();
-            while step(&mut buffers) {
-                let done = before + done.load(Ordering::Relaxed);
-                if let Some(Err(error)) = report.as_deref_mut().map(|report| report.tell(done)) {
-                    drop(failure.set(error));
-                }
-            }
-        };
-        if self.threads == 1 {
-            steps_of_the_caller();
-        } else {
-            thread::scope(|scope| {
-                for _ in 1..self.threads {
-                    let worker = || {
-                        let mut buffers = B::default();
-                        while step(&mut buffers) {}
-                    };
-                    if thread::Builder::new().spawn_scoped(scope, worker).is_err() {
-                        break;
-                    }
-                }
-                steps_of_the_caller();
-            });
-        }
-        if let Some(report) = report {
-            report.done = before + done.into_inner();
-        }
-        failure.into_inner().map_or(Ok(()), Err)
     }
 }

@@ -22,6 +22,7 @@ mod host;
 mod kernels;
 #[cfg(feature = "cli")]
 mod mapped;
+mod pieces;
 mod plane;
 mod region;
 mod shift;
@@ -46,6 +47,7 @@ pub(crate) use drain::RegionDrain;
 pub(crate) use file::{read_error, read_exact_at};
 #[cfg(feature = "cli")]
 pub use mapped::MappedFile;
+pub(crate) use pieces::{Report, for_each_piece};
 pub use plane::{Plane, TensorAccess};
 pub use region::Region;
 pub(crate) use shift::{PlaneShift, Rotation, RotationTable, ShiftFailure, ShiftedCell, shift};

@@ -5,7 +5,7 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use super::batch::Report;
+use super::pieces::Report;
 use super::region::Rectangle;
 use super::shift::{Rotation, RotationTable, ShiftFailure, ShiftedCell};
 use super::{CellMap, PlaneShape, TensorBytes, Transfer};

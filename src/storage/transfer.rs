@@ -31,6 +31,14 @@ impl Threads {
             LazyLock::new(|| thread::available_parallelism().map_or(1, NonZeroUsize::get).min(4));
         self.0.map_or_else(|| *DEFAULT, NonZeroUsize::get)
     }
+
+    /// Threads for so many bytes: below 2 MiB for each, the start of another costs more than it brings.
+    pub(crate) fn worth(self, bytes: u64) -> usize {
+        const THREAD_MIN: u64 = 2 << 20;
+        let worth = usize::try_from(bytes / THREAD_MIN).unwrap_or(usize::MAX);
+        // The machine is not asked where one is enough.
+        if worth <= 1 { 1 } else { self.count().min(worth) }
+    }
 }
 
 /// How far a transfer is.

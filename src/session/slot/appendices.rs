@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use super::Verify;
+use super::verifier::{Verifier, placed};
 use crate::error::{Error, Result};
-use crate::format::{BoundedRead, Checkpoint, Checkpoints, DraftState, Integrity, Part, PartKind};
+use crate::format::{BoundedRead, Checkpoint, Checkpoints, DraftState, Integrity, PartKind};
 use crate::session::StateFile;
 
 /// The appendices that are whole.
@@ -35,54 +35,16 @@ pub(super) fn integrity_at_end(file: &StateFile) -> Option<Found> {
     Some(Found { integrity, end: size })
 }
 
-/// The parts of a file with where they lie.
-fn placed(parts: &[Part]) -> impl Iterator<Item = (Part, Range<u64>)> + '_ {
-    parts.iter().scan(0, |start, &part| {
-        let range = *start..*start + part.len;
-        *start = range.end;
-        Some((part, range))
-    })
-}
-
-/// Compares a part with its checksum.
-fn verify(file: &StateFile, part: Part, range: Range<u64>) -> Result<()> {
-    let found = file.crc32c(range)?;
-    if found == part.crc32c {
-        return Ok(());
-    }
-    let field = if part.kind == PartKind::STATE { "crc32c of the memory state" } else { "crc32c" };
-    let field = if part.kind == PartKind::HEAD { "crc32c of header and tokens" } else { field };
-    Err(Error::corrupt(field, format_args!("{found:08x}"), format_args!("{:08x}", part.crc32c)))
-}
-
-/// Verifies what a restore cannot do without.
-///
-/// # Errors
-/// [`Error::Corrupt`], [`Error::Io`].
-pub(super) fn verify_state(file: &StateFile, integrity: &Integrity, level: Verify) -> Result<()> {
-    for (part, range) in placed(&integrity.parts) {
-        let is_wanted = match part.kind {
-            PartKind::HEAD => level >= Verify::Headers,
-            PartKind::STATE => level >= Verify::Full,
-            _ => false,
-        };
-        if is_wanted {
-            verify(file, part, range)?;
-        }
-    }
-    Ok(())
-}
-
 impl Appendices {
     /// Reads them by the list of parts: each lies where the list says, whatever is wrong with those before it.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] if the memory state does not end at `state_end`.
+    /// [`Error::Corrupt`] if the memory state does not end at `state_end`; [`Error::Cancelled`].
     pub fn listed(
         file: &StateFile,
         state_end: u64,
         found_integrity: Found,
-        level: Verify,
+        verifier: &mut Verifier<'_>,
         notes: &mut Vec<String>,
     ) -> Result<Self> {
         let mut found = Self::default();
@@ -94,9 +56,7 @@ impl Appendices {
                 continue;
             }
             let mut read = || {
-                if level >= Verify::Full {
-                    verify(file, part, range.clone())?;
-                }
+                verifier.verify(file, part, range.clone())?;
                 let mut input = file.part(range.clone());
                 if !found.read_next(part.kind, &mut input)? {
                     notes.push(format!("{} of {} bytes: skipped", part.kind, part.len));
@@ -106,6 +66,9 @@ impl Appendices {
                 Ok(())
             };
             if let Err(error) = read() {
+                if matches!(error, Error::Cancelled { .. }) {
+                    return Err(error);
+                }
                 found.forget(part.kind);
                 notes.push(format!("{} are ignored: {}", part.kind, file.failed(error)));
             }

@@ -2,12 +2,14 @@
 
 use bitflags::bitflags;
 
-use super::appendices::{Appendices, Found, integrity_at_end, verify_state};
+use super::appendices::{Appendices, Found, integrity_at_end};
+use super::verifier::Verifier;
 use super::{Verify, identity};
 use crate::context::Context;
 use crate::error::{Error, Result};
 use crate::format::{Identity, Integrity};
 use crate::session::StateFile;
+use crate::storage::{ProgressCallback, Threads};
 use crate::types::PosRange;
 
 const NOTHING_COMPARED: &str = "the file has no identity and no checksums: nothing was compared";
@@ -58,16 +60,17 @@ impl Expected {
     /// Finds identity and checksums at the end of the file, and compares them.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::Corrupt`], [`Error::Io`].
+    /// [`Error::Mismatch`], [`Error::Corrupt`], [`Error::Io`], [`Error::Cancelled`].
     pub fn at_end(
         &self,
         file: &StateFile,
         context: Option<&Context>,
+        verifier: &mut Verifier<'_>,
         notes: &mut Vec<String>,
     ) -> Result<Option<Found>> {
         let found = integrity_at_end(file);
         if let Some(found) = &found {
-            self.compare(file, &found.integrity, context, notes)?;
+            self.compare(file, &found.integrity, context, verifier, notes)?;
         }
         Ok(found)
     }
@@ -83,6 +86,7 @@ impl Expected {
         state_end: u64,
         found: Option<Found>,
         context: Option<&Context>,
+        verifier: &mut Verifier<'_>,
         notes: &mut Vec<String>,
     ) -> Result<Appendices> {
         let found = if let Some(found) = found {
@@ -99,11 +103,11 @@ impl Expected {
                 notes.push(NOTHING_COMPARED.to_owned());
                 return Ok(in_turn);
             };
-            self.compare(file, &found.integrity, context, notes)?;
+            self.compare(file, &found.integrity, context, verifier, notes)?;
             found
         };
         let end = found.end;
-        let mut appendices = Appendices::listed(file, state_end, found, self.verify, notes)?;
+        let mut appendices = Appendices::listed(file, state_end, found, verifier, notes)?;
         appendices.read_in_turn(file, end, notes);
         Ok(appendices)
     }
@@ -113,13 +117,19 @@ impl Expected {
         file: &StateFile,
         integrity: &Integrity,
         context: Option<&Context>,
+        verifier: &mut Verifier<'_>,
         notes: &mut Vec<String>,
     ) -> Result<()> {
         if integrity.identity.model.is_empty() {
             self.check_model()?;
         }
         identity::check(integrity, &self.identity, context, notes)?;
-        verify_state(file, integrity, self.verify)
+        verifier.verify_state(file, integrity)
+    }
+
+    /// What compares the file's parts with their checksums.
+    pub fn verifier<'a>(&self, threads: Threads, progress: Option<&'a mut ProgressCallback>) -> Verifier<'a> {
+        Verifier::new(self.verify, threads, progress)
     }
 
     fn check_without(&self) -> Result<()> {

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::appendices::{Appendices, Found};
 use super::expected::{Expected, Unrecorded};
+use super::verifier::Verifier;
 use super::{DraftOutcome, LoadedSlot, SlotLoadParams, Verify, sidecar_path};
 use crate::context::Context;
 use crate::error::{Error, Result};
@@ -12,6 +13,7 @@ use crate::format::{Checkpoint, DraftState, FileKind, Identity, SEQ_BLOB_HEADER_
 use crate::memory::{Kept, MemoryPlan};
 use crate::session::{StateFile, failed_restore};
 use crate::state::Input;
+use crate::storage::ProgressCallback;
 use crate::types::{PosRange, Seq, SeqId, Token};
 
 /// A restore of the draft's sequence that can be done.
@@ -50,6 +52,22 @@ impl Context {
         params: SlotLoadParams<'_>,
         unrecorded: Unrecorded,
     ) -> Result<LoadedSlot> {
+        let mut progress = self.progress.take();
+        let slot = self.load_slot_telling(path, dest, params, unrecorded, &mut progress);
+        self.progress = self.progress.take().or(progress);
+        slot
+    }
+
+    /// `progress`, the context's own, hears of one thing: of the verification if all is verified, or else of the restore, for
+    /// which it goes back to the context. What it cancels changes nothing.
+    fn load_slot_telling(
+        &mut self,
+        path: &Path,
+        dest: SeqId,
+        params: SlotLoadParams<'_>,
+        unrecorded: Unrecorded,
+        progress: &mut Option<ProgressCallback>,
+    ) -> Result<LoadedSlot> {
         let SlotLoadParams { n_token_capacity, n_ctx_checkpoints, draft, identity, verify, p1, require } =
             params;
         let range = PosRange { p0: 0, p1: p1.map_or(i64::MAX, i64::from) };
@@ -61,7 +79,12 @@ impl Context {
         let failed = |error| failed_restore(&file, FileKind::Sequence, error);
 
         let mut notes = Vec::new();
-        let (plan, appendices) = self.read_slot(&file, seq, &expected, &mut notes).map_err(failed)?;
+        let mut verifier = expected.verifier(self.transfer.threads, progress.as_mut());
+        let (plan, appendices) =
+            self.read_slot(&file, seq, &expected, &mut verifier, &mut notes).map_err(failed)?;
+        if !verifier.finish().map_err(failed)? {
+            self.progress = progress.take();
+        }
         let end = StateEnd { offset: plan.end.offset(), kept: plan.kept() };
         let (mut slot, blob) = read_loaded(&file, end, appendices, &expected, n_ctx_checkpoints, notes);
         let sidecar = if blob.is_none() { open_sidecar(path) } else { None };
@@ -113,11 +136,12 @@ impl Context {
         file: &'f StateFile,
         seq: Seq,
         expected: &Expected,
+        verifier: &mut Verifier<'_>,
         notes: &mut Vec<String>,
     ) -> Result<(MemoryPlan<'f>, Appendices)> {
-        let integrity = expected.at_end(file, Some(self), notes)?;
+        let integrity = expected.at_end(file, Some(self), verifier, notes)?;
         let plan = self.plan_file_range(&file.source(), seq, expected.range, false)?;
-        let appendices = expected.behind(file, plan.end.offset(), integrity, Some(self), notes)?;
+        let appendices = expected.behind(file, plan.end.offset(), integrity, Some(self), verifier, notes)?;
         Ok((plan, appendices))
     }
 }
@@ -234,7 +258,8 @@ fn plan_sidecar<'f>(
             ));
         }
         let mut of_sidecar = Vec::new();
-        let (plan, appendices) = context.read_slot(sidecar, seq, expected, &mut of_sidecar)?;
+        let mut verifier = expected.verifier(context.transfer.threads, None);
+        let (plan, appendices) = context.read_slot(sidecar, seq, expected, &mut verifier, &mut of_sidecar)?;
         let driver = read_driver(sidecar, appendices.draft.as_ref(), kept, &mut of_sidecar);
         notes.extend(of_sidecar.into_iter().map(|note| format!("sidecar: {note}")));
         // As many as in an appendix, where it is a blob.

@@ -11,6 +11,7 @@ mod load;
 mod save;
 mod snapshot;
 mod transfer;
+mod verifier;
 
 use std::path::{Path, PathBuf};
 

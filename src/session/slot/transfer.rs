@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::format::{Checkpoints, FileKind};
 use crate::session::{StateFile, StateReader, StateWriter, failed_restore, file_record};
 use crate::state::RecordSink;
+use crate::storage::Threads;
 
 const TARGET_ALONE: &str = "a state of views is the target's alone: no draft context can be named";
 
@@ -76,7 +77,7 @@ impl<'a> StateReader<'a> {
         let expected = Expected::new(identity, verify, require)?;
         let mut notes = Vec::new();
         let found = expected
-            .at_end(file, None, &mut notes)
+            .at_end(file, None, &mut expected.verifier(Threads::default(), None), &mut notes)
             .map_err(|error| failed_restore(file, FileKind::Sequence, error))?;
         let mut reader = Self::of_file(file);
         reader.slot = Some(OpenedSlot { expected, n_ctx_checkpoints, found, notes });
@@ -104,8 +105,9 @@ impl<'a> StateReader<'a> {
         };
         let OpenedSlot { expected, n_ctx_checkpoints, found, mut notes } = slot;
         let end = StateEnd { offset: self.offset(), kept: self.kept() };
+        let mut verifier = expected.verifier(self.transfer.threads, None);
         let appendices = expected
-            .behind(file, end.offset, found, None, &mut notes)
+            .behind(file, end.offset, found, None, &mut verifier, &mut notes)
             .map_err(|error| failed_restore(file, FileKind::Sequence, error))?;
         let (mut slot, draft) = read_loaded(file, end, appendices, &expected, n_ctx_checkpoints, notes);
         if draft.is_some() {

@@ -13,7 +13,8 @@ use super::memory::is_pinned;
 use super::scatter::wait_for_blobs;
 use crate::error::Result;
 use crate::storage::Transfer;
-use crate::storage::batch::{Report, copy_slices};
+use crate::storage::batch::copy_slices;
+use crate::storage::pieces::Report;
 
 /// Chunks of a batch of one device on their way to the host, in order.
 #[derive(Debug)]

@@ -14,7 +14,8 @@ use super::memory::{DeviceMemory, is_pinned};
 use super::moves::{Group, Table};
 use super::plane::DevicePlane;
 use crate::error::Result;
-use crate::storage::batch::{Report, copy_slices};
+use crate::storage::batch::copy_slices;
+use crate::storage::pieces::Report;
 use crate::storage::{CellMap, TensorBytes, Transfer};
 
 /// Allocates what [`scatter`] of `staged`, [`scatter_local`] of the others and, if they fail, [`zero_cells`] will need, and checks
