@@ -829,7 +829,8 @@ typedef struct kvs_slot_result {
     const kvs_token *tokens;
     // Number of tokens.
     size_t n_tokens;
-    // So many of them, from the first on, belong to what was restored, if the list has one for each cell.
+    // So many of them, from the first on, belong to what was restored, if the list has one for each cell; all of them if nothing
+    // was cut, and 0 if nothing was restored.
     size_t n_token_kept;
     // Positions that were restored of the target; -1: none.
     kvs_pos pos_min;
@@ -1127,7 +1128,8 @@ typedef void (*kvs_log_callback)(int32_t level, const char *text, void *user_dat
 // Header and tokens.
 #define KVS_VERIFY_HEADERS 1
 
-// Everything: the file is read once for that.
+// Everything: the file is read once for that, and again for what is restored. Whoever changes a slot file replaces it, as a save
+// does: bytes that are overwritten in between are not noticed.
 #define KVS_VERIFY_FULL 2
 
 // The fingerprint of a model; identity.model names one too then.
@@ -1538,7 +1540,7 @@ size_t kvs_state_seq_save_file_range(struct kvs_context *ctx,
 // else is read. 0: failed, nothing has changed and nothing was written.
 //
 // All tokens of the file are given, at most n_token_capacity; *n_token_kept_out of them, from the first on, belong to positions
-// before p1, if the list has one for each cell. Both counts may be NULL; tokens_out may not.
+// before p1, if the list has one for each cell (0 if nothing was restored). Both counts may be NULL; tokens_out may not.
 //
 // If p1 cuts the state, the sequence can go on at p1, as kvs_memory_can_rewind says it; otherwise the call is refused with
 // KVS_STATUS_CANNOT_CUT: a recurrent state knows its end alone, and a window may have lost what a token at p1 sees. A
@@ -1880,6 +1882,16 @@ kvs_status kvs_slot_save(struct kvs_context *ctx,
                          kvs_seq_id seq_id,
                          const struct kvs_slot_save_params *params,
                          size_t *size_out);
+
+// Begins kvs_slot_save on a thread of its own, of the slot as it is now: its states are copied where the caches are, all that
+// params point to in host memory, and both contexts may go on, or be freed. transfer: NULL, or threads and a progress callback,
+// which is called on the job's thread. *size_out of kvs_job_wait is the size of the file. Free the job with kvs_job_free.
+kvs_status kvs_slot_save_start(struct kvs_context *ctx,
+                               const char *filename,
+                               kvs_seq_id seq_id,
+                               const struct kvs_slot_save_params *params,
+                               const struct kvs_transfer_params *transfer,
+                               struct kvs_job **job_out);
 
 // Replaces sequence dest_seq_id by the one in a slot file, or in any sequence file (versions 2 to 4), and fills result with
 // what else the file holds. params may be NULL.

@@ -481,6 +481,9 @@ c_tests! { checkpoint on_the_host_and_on_devices:
 
 c_tests! { slot_file on_the_host:
     everything_is_saved_and_comes_back,
+    a_save_in_the_background_is_that_of_the_slot_when_it_began,
+    a_save_in_the_background_that_is_cancelled_leaves_the_old_file,
+    what_makes_no_sense_begins_no_save,
     without_parameters_it_is_a_sequence_file,
     a_file_of_a_plain_save_loads_with_a_note,
     a_draft_state_that_does_not_fit_is_dropped_and_says_why,

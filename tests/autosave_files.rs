@@ -380,7 +380,7 @@ fn a_manifest_that_cannot_be_written_is_a_note_and_the_slot_is_saved() {
     let dir = tempdir().unwrap();
     fs::create_dir(manifest_file(dir.path())).unwrap();
     let (autosave, notes) = noted(dir.path());
-    assert_eq!(notes, ["auto-slots.json is not used: Is a directory (os error 21)"]);
+    assert_eq!(notes, ["auto-slots.json is not used: is a directory"]);
     let saved = with_slot(&TOKENS, false, |target, contents| autosave.save(0, target, 0, contents)).unwrap();
     assert!(
         saved.notes.len() == 1 && saved.notes[0].ends_with("auto-slots.json: is a directory"),
@@ -502,7 +502,15 @@ fn a_sidecar_of_another_save_is_dropped_and_the_target_stands() {
     fs::write(sidecar_file(dir.path()), old).unwrap();
     assert_eq!(
         dropped(dir.path(), &mut busy_draft()).1,
-        "sidecar auto-slot0.drft: tokens: 5, of another state (expected those of the slot file)"
+        "sidecar auto-slot0.drft: tokens: of another state from the one at 0 on (expected those of the slot file)"
+    );
+    save_with_sidecar(&open(dir.path()), 0, &TOKENS[..4]);
+    let shorter = fs::read(sidecar_file(dir.path())).unwrap();
+    save_with_sidecar(&open(dir.path()), 0, &TOKENS);
+    fs::write(sidecar_file(dir.path()), shorter).unwrap();
+    assert_eq!(
+        dropped(dir.path(), &mut busy_draft()).1,
+        "sidecar auto-slot0.drft: number of tokens: 4, of another state (expected 5, that of the slot file)"
     );
 }
 
@@ -516,9 +524,11 @@ fn a_damaged_sidecar_is_dropped_and_the_target_stands() {
         fs::write(sidecar_file(dir.path()), damaged).unwrap();
         dropped(dir.path(), &mut busy_draft());
     }
-    fs::write(sidecar_file(dir.path()), &bytes[..40]).unwrap();
-    let reason = dropped(dir.path(), &mut busy_draft()).1;
-    assert!(reason.contains("auto-slot0.drft"), "{reason}");
+    for damaged in [&bytes[..4], &bytes[..40], b"another file"] {
+        fs::write(sidecar_file(dir.path()), damaged).unwrap();
+        let reason = dropped(dir.path(), &mut busy_draft()).1;
+        assert!(reason.starts_with("sidecar auto-slot0.drft: "), "{reason}");
+    }
 }
 
 #[test]
@@ -615,6 +625,70 @@ fn a_file_that_is_no_slot_file_is_a_cold_start_and_takes_room() {
     assert_eq!(cold(&autosave, 0).len(), 1);
     save(&autosave, 0, &TOKENS);
     assert_eq!(loaded(&autosave, 0).tokens, TOKENS);
+}
+
+#[cfg(unix)]
+fn make_pipe(path: &Path) {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_of_the_name_of_a_slot_is_a_cold_start_and_is_never_waited_for() {
+    let dir = left();
+    fs::remove_file(target_file(dir.path())).unwrap();
+    make_pipe(&target_file(dir.path()));
+    assert_eq!(reasons(dir.path()), ["read auto-slot0.bin: not a regular file"]);
+    let error = with_slot(&[7], false, |target, contents| open(dir.path()).save(0, target, 0, contents));
+    assert!(error.unwrap_err().to_string().ends_with("auto-slot0.bin: not a regular file"));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_pipe_of_the_name_of_the_manifest_is_a_note_and_the_files_count() {
+    let dir = left();
+    fs::remove_file(manifest_file(dir.path())).unwrap();
+    make_pipe(&manifest_file(dir.path()));
+    let (autosave, notes) = noted(dir.path());
+    assert_eq!(notes, ["auto-slots.json is not used: not a regular file"]);
+    assert_eq!(loaded(&autosave, 0).tokens, TOKENS);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_save_replaces_links_and_writes_nothing_outside_the_folder() {
+    let outside = tempdir().unwrap();
+    let dir = left_with_sidecar();
+    for path in [target_file(dir.path()), sidecar_file(dir.path()), manifest_file(dir.path())] {
+        let other = outside.path().join(path.file_name().unwrap());
+        fs::write(&other, b"of somebody else").unwrap();
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&other, &path).unwrap();
+    }
+    save_with_sidecar(&noted(dir.path()).0, 0, &TOKENS);
+    for path in [target_file(dir.path()), sidecar_file(dir.path()), manifest_file(dir.path())] {
+        assert!(fs::symlink_metadata(&path).unwrap().is_file(), "{}", path.display());
+        let other = outside.path().join(path.file_name().unwrap());
+        assert_eq!(fs::read(other).unwrap(), b"of somebody else");
+    }
+    assert_eq!(names(outside.path()), ["auto-slot0.bin", "auto-slot0.drft", "auto-slots.json"]);
+    assert_eq!(loaded(&open(dir.path()), 0).tokens, TOKENS);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_link_takes_no_more_room_than_it_has_itself() {
+    let outside = tempdir().unwrap();
+    let dir = left();
+    let other = outside.path().join("slot");
+    fs::rename(target_file(dir.path()), &other).unwrap();
+    std::os::unix::fs::symlink(&other, target_file(dir.path())).unwrap();
+    let autosave = open(dir.path());
+    assert_eq!(autosave.slots()[0].bytes, other.as_os_str().len() as u64);
+    assert_eq!(loaded(&autosave, 0).tokens, TOKENS);
+    autosave.remove(0).unwrap();
+    assert!(other.exists());
 }
 
 #[cfg(unix)]

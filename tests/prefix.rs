@@ -163,7 +163,7 @@ fn a_quarter_of_the_positions_is_a_quarter_of_the_bytes_read() {
             for loaded in [false, true] {
                 let mut into = large_context(loaded);
                 let (range, read) = counted(|| load_prefix(&mut into, &path, 0, 2048));
-                assert_eq!(range.kept, Kept { pos_min: 0, pos_max: 2047, n_cut: 3 * N_PREFIX as usize });
+                assert_eq!(range.kept, Kept { pos_min: 0, pos_max: 2047, n_cells: 2048, n_cut: 3 * N_PREFIX as usize });
                 assert_same_prompt(&into, &source);
                 let layout = |v_trans| if v_trans { "transposed V" } else { "rows" };
                 let what = format!("{} into {}, {order:?}", layout(saved), layout(loaded));
@@ -270,8 +270,8 @@ fn a_prefix_is_what_a_cut_of_the_whole_leaves() {
             decode(&mut prefix, 0, 0..5);
             let kept = load_prefix(&mut prefix, &path, 0, p1).kept;
             let (pos_min, pos_max) = if p1 == 0 { (-1, -1) } else { (0, p1.min(24) - 1) };
-            let n_cut = usize::try_from(24 - p1.min(24)).expect("a number");
-            assert_eq!(kept, Kept { pos_min, pos_max, n_cut });
+            let n_cells = usize::try_from(p1.min(24)).expect("a number");
+            assert_eq!(kept, Kept { pos_min, pos_max, n_cells, n_cut: 24 - n_cells });
             assert!(save(&mut prefix, 0, NONE) == save(&mut cut, 0, NONE), "below {p1}");
             assert!(is_intact(&prefix, 0, 1));
         }
@@ -300,7 +300,7 @@ fn a_prefix_of_llama_cpps_file_is_what_a_cut_of_the_whole_leaves() {
         assert_eq!((&loaded.tokens, loaded.state_end), (&whole.tokens, whole.state_end));
         assert_eq!(
             (loaded.kept, loaded.kept.n_tokens(64)),
-            (Kept { pos_min: 0, pos_max: 15, n_cut: 48 }, 16)
+            (Kept { pos_min: 0, pos_max: 15, n_cells: 16, n_cut: 48 }, 16)
         );
         assert!(save(&mut prefix, 0, NONE) == save(&mut cut, 0, NONE), "{name}");
     }
@@ -312,7 +312,7 @@ fn a_range_in_the_middle_replaces_the_sequence() {
     target().state_seq_save_file(&path, 0, &[]).expect("a file");
     let mut into = busy_target();
     let loaded = load_range(&mut into, &path, 1, (4, 9)).expect("a range");
-    assert_eq!(loaded.kept, Kept { pos_min: 4, pos_max: 8, n_cut: 3 });
+    assert_eq!(loaded.kept, Kept { pos_min: 4, pos_max: 8, n_cells: 5, n_cut: 3 });
     assert_eq!([positions(&into, 0, 1), positions(&into, 1, 1)], [[4, 5, 6, 7, 8]; 2]);
     assert!(is_intact(&into, 1, 0));
 }

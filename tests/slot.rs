@@ -78,7 +78,7 @@ fn everything_comes_back() {
     });
     let want = LoadedSlot {
         tokens: TOKENS.to_vec(),
-        kept: Kept { pos_min: 0, pos_max: 11, n_cut: 0 },
+        kept: Kept { pos_min: 0, pos_max: 11, n_cells: 12, n_cut: 0 },
         target_bytes: plain(&[]).len() as u64 - 12,
         append_start: plain(&TOKENS).len() as u64,
         checkpoints: owned.collect(),
@@ -587,6 +587,22 @@ fn a_save_that_is_cancelled_or_refused_leaves_the_old_file_and_nothing_beside_it
     let contents = SlotContents { draft: Some((&mut draft(), 7)), ..SlotContents::default() };
     let error = source.slot_save(&path, 0, contents).unwrap_err();
     assert_eq!(error.to_string(), "seq_id 7 is out of range [0, 2)");
+    assert_eq!(fs::read(&path).unwrap(), old);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_name_that_is_too_long_for_a_sidecar_is_refused_before_the_slot_file_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    // 255 bytes are the most that a name has: this one has 253, its sidecar's 256.
+    let path = dir.path().join(format!("{}.b", "s".repeat(251)));
+    target().slot_save(&path, 0, SlotContents::default()).unwrap();
+    let old = fs::read(&path).unwrap();
+    let mut draft = draft();
+    let contents = SlotContents { draft: Some((&mut draft, 1)), sidecar: true, ..SlotContents::default() };
+    let error = target().slot_save(&path, 0, contents).unwrap_err();
+    let sidecar = path.with_extension("drft");
+    assert!(error.to_string().starts_with(&format!("open {}: ", sidecar.display())), "{error}");
     assert_eq!(fs::read(&path).unwrap(), old);
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
 }

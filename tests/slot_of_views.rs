@@ -137,7 +137,7 @@ fn what_a_context_saves_a_reader_loads_but_for_the_draft() {
     let mut target = context(2, &[kv(32)]);
     assert_eq!(loaded, target.slot_load(&path, 1, expected(Verify::Full)).unwrap());
     assert_eq!((loaded.checkpoints.len(), loaded.draft), (3, DraftOutcome::Absent));
-    assert_eq!(loaded.kept, Kept { pos_min: 0, pos_max: 11, n_cut: 0 });
+    assert_eq!(loaded.kept, Kept { pos_min: 0, pos_max: 11, n_cells: 12, n_cut: 0 });
     assert_eq!(owner.positions(1), (0..12).collect::<Vec<_>>());
     assert_eq!(owner.bytes_of(1), owner.bytes_of(0));
 

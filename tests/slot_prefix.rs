@@ -44,7 +44,10 @@ fn a_slot_is_cut_with_its_draft_and_without_later_checkpoints_and_the_driver() {
     save_slot(&path);
     let (mut into, mut draft_into) = (busy_target(), busy_draft());
     let loaded = load_slot(&path, &mut into, &mut draft_into, 8).expect("a slot");
-    assert_eq!((&loaded.tokens[..], loaded.kept), (&TOKENS[..], Kept { pos_min: 0, pos_max: 7, n_cut: 4 }));
+    assert_eq!(
+        (&loaded.tokens[..], loaded.kept),
+        (&TOKENS[..], Kept { pos_min: 0, pos_max: 7, n_cells: 8, n_cut: 4 })
+    );
     let spans: Vec<_> = loaded.checkpoints.iter().map(|c| c.span.n_tokens()).collect();
     assert_eq!((spans, loaded.n_checkpoints_in_file), (vec![4, 8], 3));
     assert!(matches!(loaded.draft, DraftOutcome::Restored(_)), "{loaded:?}");
@@ -107,6 +110,24 @@ fn a_prefix_of_nothing_leaves_out_all_of_every_memory() {
         assert_eq!((loaded.driver, &loaded.notes[..]), (None, &[NO_DRIVER.to_owned()][..]), "{}", kind.name);
         assert_eq!(into.seq_pos_max(memories::DEST).expect("a sequence"), -1, "{}", kind.name);
         assert_eq!(draft_into.seq_pos_max(0).expect("a sequence"), -1, "{}", kind.name);
+    }
+}
+
+#[test]
+fn a_token_that_is_not_decoded_yet_counts_where_nothing_is_cut() {
+    // One for each of 12 cells, and one that has been sampled.
+    let pending = [7; 13];
+    for (seq_id, p1, n_kept) in [(0, 8, 8), (0, 12, 13), (0, 13, 13), (0, 0, 0), (1, 12, 0)] {
+        let (_dir, path) = folder();
+        let contents = SlotContents { tokens: &pending, ..SlotContents::default() };
+        let mut source = target();
+        if seq_id == 1 {
+            source.seq_rm(1, -1, -1).expect("an empty sequence");
+        }
+        source.slot_save(&path, seq_id, contents).expect("a file");
+        let params = SlotLoadParams { p1: Some(p1), ..SlotLoadParams::default() };
+        let loaded = busy_target().slot_load(&path, 1, params).expect("a slot");
+        assert_eq!(loaded.kept.n_tokens(loaded.tokens.len()), n_kept, "sequence {seq_id} below {p1}");
     }
 }
 

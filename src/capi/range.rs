@@ -81,7 +81,7 @@ pub unsafe extern "C" fn kvs_state_seq_save_file_range(
 /// else is read. 0: failed, nothing has changed and nothing was written.
 ///
 /// All tokens of the file are given, at most n_token_capacity; *n_token_kept_out of them, from the first on, belong to positions
-/// before p1, if the list has one for each cell. Both counts may be NULL; tokens_out may not.
+/// before p1, if the list has one for each cell (0 if nothing was restored). Both counts may be NULL; tokens_out may not.
 ///
 /// If p1 cuts the state, the sequence can go on at p1, as kvs_memory_can_rewind says it; otherwise the call is refused with
 /// KVS_STATUS_CANNOT_CUT: a recurrent state knows its end alone, and a window may have lost what a token at p1 sees. A

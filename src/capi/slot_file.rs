@@ -8,8 +8,10 @@ use super::handle::{
     Tagged, array, free_tagged, into_tagged, kvs_context, out, path, string, with_context_mut,
 };
 use super::params::{self, Params};
+use super::snapshot::{kvs_job, transfer_of_job};
 use super::state::size_of_state;
 use super::status::{kvs_status, status_of, value_or};
+use super::transfer_params::kvs_transfer_params;
 use super::{kvs_pos, kvs_seq_id, kvs_token};
 use crate::context::Context;
 use crate::error::{Error, Result};
@@ -24,7 +26,8 @@ pub type kvs_verify = i32;
 pub const KVS_VERIFY_NONE: kvs_verify = 0;
 /// Header and tokens.
 pub const KVS_VERIFY_HEADERS: kvs_verify = 1;
-/// Everything: the file is read once for that.
+/// Everything: the file is read once for that, and again for what is restored. Whoever changes a slot file replaces it, as a save
+/// does: bytes that are overwritten in between are not noticed.
 pub const KVS_VERIFY_FULL: kvs_verify = 2;
 
 /// What a slot file has to have to be loaded: bits KVS_REQUIRE_*.
@@ -254,7 +257,8 @@ pub struct kvs_slot_result {
     pub tokens: *const kvs_token,
     /// Number of tokens.
     pub n_tokens: usize,
-    /// So many of them, from the first on, belong to what was restored, if the list has one for each cell.
+    /// So many of them, from the first on, belong to what was restored, if the list has one for each cell; all of them if nothing
+    /// was cut, and 0 if nothing was restored.
     pub n_token_kept: usize,
     /// Positions that were restored of the target; -1: none.
     pub pos_min: kvs_pos,
@@ -400,6 +404,37 @@ pub unsafe extern "C" fn kvs_slot_save(
         if let Some(size_out) = size_out {
             *size_out = size_of_state(size)?;
         }
+        Ok(())
+    })
+}
+
+/// Begins kvs_slot_save on a thread of its own, of the slot as it is now: its states are copied where the caches are, all that
+/// params point to in host memory, and both contexts may go on, or be freed. transfer: NULL, or threads and a progress callback,
+/// which is called on the job's thread. *size_out of kvs_job_wait is the size of the file. Free the job with kvs_job_free.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_slot_save_start(
+    ctx: *mut kvs_context,
+    filename: *const c_char,
+    seq_id: kvs_seq_id,
+    params: *const kvs_slot_save_params,
+    transfer: *const kvs_transfer_params,
+    job_out: *mut *mut kvs_job,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        let job_out = out("job_out", job_out)?;
+        let params = if params.is_null() { kvs_slot_save_params::defaults() } else { params::read(params)? };
+        let path = file_path(filename, params.directory)?;
+        let transfer = transfer_of_job(transfer)?;
+        let (snapshot, sync) = with_contents(ctx, &params, |context, contents| {
+            Ok((context.slot_snapshot(seq_id, contents)?, context.syncs_files()))
+        })?;
+        let (snapshot, progress) = match transfer {
+            Some((threads, progress)) => (snapshot.with_threads(threads), progress),
+            None => (snapshot, None),
+        };
+        let job = snapshot.save_in_background(path, sync, progress)?;
+        *job_out = into_tagged(kvs_job::of_file(job));
         Ok(())
     })
 }

@@ -13,6 +13,7 @@ use super::{kvs_seq_id, kvs_state_seq_flags, kvs_token};
 use crate::context::Snapshot;
 use crate::error::{Error, Result};
 use crate::session::Job;
+use crate::storage::{ProgressCallback, Threads};
 
 /// The state of a sequence, or of a whole context, as it was when it was taken: its tensors are copied where the cache is, in
 /// the memory of a device or of the host. There may be as many as memory has room for. A snapshot outlives its context.
@@ -203,24 +204,40 @@ pub unsafe extern "C" fn kvs_snapshot_save_file_start(
         let sync = live(snapshot)?.sync;
         let (snapshot, progress) = background(snapshot, params)?;
         let job = snapshot.save_file_in_background(path, tokens, sync, progress)?;
-        *job_out = into_tagged(kvs_job { job: AnyJob::File(job) });
+        *job_out = into_tagged(kvs_job::of_file(job));
         Ok(())
     })
+}
+
+impl kvs_job {
+    pub(super) fn of_file(job: Job<u64>) -> Self {
+        Self { job: AnyJob::File(job) }
+    }
 }
 
 /// What a job works on: a snapshot that copies as the caller says, and its progress callback.
 unsafe fn background(
     snapshot: *const kvs_snapshot,
     params: *const kvs_transfer_params,
-) -> Result<(Snapshot, Option<crate::storage::ProgressCallback>)> {
+) -> Result<(Snapshot, Option<ProgressCallback>)> {
     // SAFETY: passed on.
     let snapshot = unsafe { live(snapshot) }?.snapshot.clone();
+    // SAFETY: passed on.
+    Ok(match unsafe { transfer_of_job(params) }? {
+        Some((threads, progress)) => (snapshot.with_threads(threads), progress),
+        None => (snapshot, None),
+    })
+}
+
+/// How a job moves its bytes, if the caller says so.
+pub(super) unsafe fn transfer_of_job(
+    params: *const kvs_transfer_params,
+) -> Result<Option<(Threads, Option<ProgressCallback>)>> {
     if params.is_null() {
-        return Ok((snapshot, None));
+        return Ok(None);
     }
     // SAFETY: passed on.
-    let (threads, progress) = transfer(&unsafe { params::read(params) }?)?;
-    Ok((snapshot.with_threads(threads), progress))
+    transfer(&unsafe { params::read(params) }?).map(Some)
 }
 
 /// Whether the job has ended, well or not: 1 or 0; -1: no live handle. Const.

@@ -15,26 +15,48 @@ pub struct Kept {
     pub pos_min: Pos,
     /// Largest position, -1 if there is none.
     pub pos_max: Pos,
-    /// Cells of the state behind the range that was wanted, or positions if it has no cells: so many tokens at the end of its
-    /// list belong to nothing that was restored, if the list has one for each.
+    /// Cells that were restored, or positions if the state has no cells.
+    pub n_cells: usize,
+    /// Cells of the state behind the range that was wanted, or positions if it has no cells.
     pub n_cut: usize,
 }
 
 impl Kept {
     /// Nothing.
-    pub const NOTHING: Self = Self { pos_min: -1, pos_max: -1, n_cut: 0 };
+    pub const NOTHING: Self = Self { pos_min: -1, pos_max: -1, n_cells: 0, n_cut: 0 };
 
-    /// Tokens at the start of a list of `n_tokens` that belong to what was restored.
+    /// Tokens at the start of a list of `n_tokens` that belong to what was restored, if it has one for each cell; a token that has
+    /// been sampled and not decoded yet may follow.
     #[must_use]
     pub fn n_tokens(&self, n_tokens: usize) -> usize {
-        n_tokens.saturating_sub(self.n_cut)
+        if self.pos_max < 0 {
+            return 0;
+        }
+        if self.n_cut == 0 {
+            return n_tokens;
+        }
+        let before_the_cut = n_tokens.saturating_sub(self.n_cut);
+        // Cells are counted where none is missing in front, as those that a window has forgotten.
+        if self.pos_min == 0 { before_the_cut.min(self.n_cells) } else { before_the_cut }
     }
 
     /// What views will take.
     pub(crate) fn of_views<'a>(plans: impl Iterator<Item = &'a ViewPlan<'a>>) -> Self {
-        let mut seen = Seen::NOTHING;
-        plans.filter_map(ViewPlan::kv).for_each(|plan| seen.add(plan));
-        seen.kept
+        Self::of_cells(plans.filter_map(ViewPlan::kv))
+    }
+
+    /// What is taken of the section with the most cells.
+    fn of_cells<'a>(plans: impl Iterator<Item = &'a KvPlan<'a>>) -> Self {
+        let mut kept = Self::NOTHING;
+        for plan in plans {
+            kept.n_cut = kept.n_cut.max(plan.found.n_cut);
+            let metas = || plan.streams.iter().flat_map(|stream| &stream.metas).map(|meta| meta.pos);
+            let n = metas().count();
+            if let Some((min, max)) = metas().min().zip(metas().max()).filter(|_| n > kept.n_cells) {
+                (kept.pos_min, kept.pos_max, kept.n_cells) = (min, max, n);
+            }
+        }
+        kept
     }
 }
 
@@ -130,42 +152,25 @@ impl Memory {
     }
 }
 
-/// What is taken of the sections seen so far, and the cells of the largest.
-struct Seen {
-    kept: Kept,
-    n_most: usize,
-}
-
-impl Seen {
-    const NOTHING: Self = Self { kept: Kept::NOTHING, n_most: 0 };
-
-    fn add(&mut self, plan: &KvPlan<'_>) {
-        self.kept.n_cut = self.kept.n_cut.max(plan.found.n_cut);
-        let metas = || plan.streams.iter().flat_map(|stream| &stream.metas).map(|meta| meta.pos);
-        let n = metas().count();
-        if let Some((min, max)) = metas().min().zip(metas().max()).filter(|_| n > self.n_most) {
-            (self.kept.pos_min, self.kept.pos_max, self.n_most) = (min, max, n);
-        }
-    }
-}
-
 impl MemoryPlan<'_> {
     /// What will be taken of the state of a sequence.
     pub fn kept(&self) -> Kept {
-        let mut seen = Seen::NOTHING;
+        let mut kept = Kept::of_cells(self.sections.iter().filter_map(|plan| match plan {
+            SectionPlan::Kv(plan) => Some(plan),
+            SectionPlan::Recurrent(_) | SectionPlan::Dsv4(_) | SectionPlan::Nothing => None,
+        }));
         for plan in &self.sections {
-            match plan {
-                SectionPlan::Kv(plan) => seen.add(plan),
-                SectionPlan::Recurrent(plan) if seen.n_most == 0 => {
-                    let pos = plan.pos.unwrap_or(-1);
-                    (seen.kept.pos_min, seen.kept.pos_max) = (pos, pos);
-                    if seen.kept.n_cut == 0 {
-                        seen.kept.n_cut = plan.n_cut;
-                    }
+            if let SectionPlan::Recurrent(plan) = plan
+                && kept.n_cells == 0
+            {
+                let pos = plan.pos.unwrap_or(-1);
+                (kept.pos_min, kept.pos_max) = (pos, pos);
+                kept.n_cells = usize::try_from(pos + 1).unwrap_or(0);
+                if kept.n_cut == 0 {
+                    kept.n_cut = plan.n_cut;
                 }
-                SectionPlan::Recurrent(_) | SectionPlan::Dsv4(_) | SectionPlan::Nothing => {}
             }
         }
-        seen.kept
+        kept
     }
 }

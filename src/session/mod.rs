@@ -35,7 +35,7 @@ pub use slot::{
 };
 pub use state_file::{StateFile, seq_file_token_count, seq_file_tokens};
 
-use replace::Replacement;
+use replace::{Links, Replacement};
 
 /// What a loaded file held.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -197,7 +197,7 @@ fn replace_file(
     transfer: &Transfer,
     progress: Option<&mut ProgressCallback>,
 ) -> Result<u64> {
-    let mut file = Replacement::create(path)?;
+    let mut file = Replacement::create(path, Links::Followed)?;
     file.reserve(record.bytes())?;
     write_file(record, file.writer(), transfer, progress).map_err(|error| with_path(error, path))?;
     file.commit(record.bytes(), sync)?;

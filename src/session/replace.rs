@@ -1,6 +1,6 @@
 //! Replacing a file so that a crash leaves the old one or the new one.
 
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata, Permissions};
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -8,6 +8,15 @@ use tempfile::NamedTempFile;
 
 use super::temporary;
 use crate::error::{Error, Result};
+
+/// What becomes of a symbolic link that has the name of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Links {
+    /// The file behind it is replaced.
+    Followed,
+    /// It is replaced itself: nothing outside the folder is written.
+    Replaced,
+}
 
 /// A file that is being written beside the one that it will replace. Dropped without commit, it is removed.
 #[derive(Debug)]
@@ -19,14 +28,14 @@ pub(super) struct Replacement {
 impl Replacement {
     /// Starts to write what will stand at `path`, with the permissions of the file that is there. A new one is
     /// its owner's alone: a state is a conversation.
-    pub fn create(path: &Path) -> Result<Self> {
-        let path = resolve(path).map_err(|source| io_error("open", path, source))?;
+    pub fn create(path: &Path, links: Links) -> Result<Self> {
+        let (path, permissions) = resolve(path, links).map_err(|source| io_error("open", path, source))?;
         // Before room is asked for, which they may take.
         temporary::remove_stale(directory(&path));
         let create = || {
             let file = temporary::create_in(directory(&path))?;
-            if let Ok(old) = fs::metadata(&path) {
-                file.as_file().set_permissions(old.permissions())?;
+            if let Some(permissions) = permissions {
+                file.as_file().set_permissions(permissions)?;
             }
             Ok(file)
         };
@@ -99,19 +108,33 @@ impl Replacement {
     }
 }
 
-/// Follows symbolic links: it is the file behind one that is replaced, not the link. What is no regular file
-/// (a directory, a device, a pipe) is never replaced.
-fn resolve(path: &Path) -> io::Result<PathBuf> {
-    match fs::metadata(path) {
-        Ok(metadata) if metadata.is_dir() => Err(io::ErrorKind::IsADirectory.into()),
-        Ok(metadata) if !metadata.is_file() => {
-            Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"))
-        }
-        Ok(_) => fs::canonicalize(path),
-        // A link to a file that is not there yet.
-        Err(_) if path.is_symlink() => Ok(directory(path).join(fs::read_link(path)?)),
-        Err(_) => Ok(path.to_owned()),
+/// The path that the file will have, and the permissions of the one that is there. What is neither a regular file nor a link
+/// (a directory, a device, a pipe) is never replaced, and a name that no file can have is found out before anything is written.
+fn resolve(path: &Path, links: Links) -> io::Result<(PathBuf, Option<Permissions>)> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_symlink() && links == Links::Replaced => Ok((path.to_owned(), None)),
+        Ok(metadata) if metadata.is_symlink() => match fs::metadata(path) {
+            Ok(metadata) => regular(fs::canonicalize(path)?, &metadata),
+            // A link to a file that is not there yet.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Ok((directory(path).join(fs::read_link(path)?), None))
+            }
+            Err(error) => Err(error),
+        },
+        Ok(metadata) => regular(fs::canonicalize(path)?, &metadata),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok((path.to_owned(), None)),
+        Err(error) => Err(error),
     }
+}
+
+fn regular(path: PathBuf, metadata: &Metadata) -> io::Result<(PathBuf, Option<Permissions>)> {
+    if metadata.is_dir() {
+        return Err(io::ErrorKind::IsADirectory.into());
+    }
+    if !metadata.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    Ok((path, Some(metadata.permissions())))
 }
 
 fn directory(path: &Path) -> &Path {

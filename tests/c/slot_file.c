@@ -96,6 +96,89 @@ static void everything_is_saved_and_comes_back(void) {
     close_both();
 }
 
+static void expect_equal_files(const char *a, const char *b) {
+    FILE *files[2] = {fopen(a, "rb"), fopen(b, "rb")};
+    CHECK(files[0] != NULL && files[1] != NULL);
+    int byte = 0;
+    while (byte != EOF) {
+        byte = fgetc(files[0]);
+        CHECK(byte == fgetc(files[1]));
+    }
+    CHECK(fclose(files[0]) == 0 && fclose(files[1]) == 0);
+}
+
+static void a_save_in_the_background_is_that_of_the_slot_when_it_began(void) {
+    open_both();
+    const size_t expected = save_all("slot.bin");
+    // Nothing that the caller has is looked at any more once the call returns.
+    uint8_t state[sizeof partial];
+    memcpy(state, partial, sizeof partial);
+    kvs_slot_checkpoint own[2] = {checkpoints[0], checkpoints[1]};
+    kvs_token tokens_of_caller[4];
+    memcpy(tokens_of_caller, tokens, sizeof tokens);
+    own[0].target = own[1].target = state;
+    params.checkpoints = own;
+    params.tokens = tokens_of_caller;
+    kvs_job *job = NULL;
+    CHECK(kvs_slot_save_start(target, "background.bin", 0, &params, NULL, &job) == KVS_STATUS_OK);
+    memset(own, 0, sizeof own);
+    memset(state, 0xff, sizeof state);
+    memset(tokens_of_caller, 0xff, sizeof tokens_of_caller);
+    decode(target, 0, N_TOKENS, 4, NULL);
+    CHECK(kvs_memory_seq_rm(kvs_get_memory(draft), 1, -1, -1));
+    close_both();
+    size_t size = 0;
+    CHECK(kvs_job_wait(job, &size) == KVS_STATUS_OK && size == expected);
+    kvs_job_free(job);
+    expect_equal_files("slot.bin", "background.bin");
+}
+
+static int stop(void *user_data, uint64_t done, uint64_t total) {
+    CHECK(done <= total && total > 0);
+    ++*(int *)user_data;
+    return 1;
+}
+
+static void a_save_in_the_background_that_is_cancelled_leaves_the_old_file(void) {
+    open_both();
+    save_all("slot.bin");
+    save_all("old.bin");
+    decode(target, 0, N_TOKENS, 4, NULL);
+    int n_calls = 0;
+    kvs_transfer_params transfer = kvs_transfer_default_params();
+    transfer.progress = stop;
+    transfer.progress_user_data = &n_calls;
+    kvs_job *job = NULL;
+    CHECK(kvs_slot_save_start(target, "slot.bin", 0, &params, &transfer, &job) == KVS_STATUS_OK);
+    size_t size = 7;
+    FAILS(kvs_job_wait(job, &size), KVS_STATUS_CANCELLED, KVS_STATUS_CANCELLED, "cancelled after");
+    CHECK(size == 7 && n_calls == 1);
+    kvs_job_free(job);
+    expect_equal_files("slot.bin", "old.bin");
+    close_both();
+}
+
+static void what_makes_no_sense_begins_no_save(void) {
+    open_both();
+    kvs_job *job = NULL;
+    NO_HANDLE_STATUS(kvs_slot_save_start(NULL, "slot.bin", 0, &params, NULL, &job));
+    BAD_STATUS(kvs_slot_save_start(target, NULL, 0, &params, NULL, &job), "filename: NULL");
+    BAD_STATUS(kvs_slot_save_start(target, "slot.bin", 0, &params, NULL, NULL), "job_out: NULL");
+    kvs_transfer_params transfer = kvs_transfer_default_params();
+    transfer.reserved = 1;
+    BAD_STATUS(kvs_slot_save_start(target, "slot.bin", 0, &params, &transfer, &job), "reserved: 1");
+    checkpoints[0].target_size = 0;
+    BAD_STATUS(kvs_slot_save_start(target, "slot.bin", 0, &params, NULL, &job), "checkpoints[0].target: 0 bytes");
+    params.n_checkpoint = 0;
+    params.draft = target;
+    BAD_STATUS(kvs_slot_save_start(target, "slot.bin", 0, &params, NULL, &job), "draft: is the target's context");
+    params.draft = NULL;
+    params.directory = ".";
+    BAD_STATUS(kvs_slot_save_start(target, "a/b", 0, &params, NULL, &job), "a name has no separator");
+    CHECK(job == NULL);
+    close_both();
+}
+
 static void without_parameters_it_is_a_sequence_file(void) {
     open_both();
     size_t size = 0;
@@ -421,7 +504,9 @@ static void a_null_argument_fails_every_call(void) {
     close_both();
 }
 
-MAIN(CASE(everything_is_saved_and_comes_back), CASE(without_parameters_it_is_a_sequence_file),
+MAIN(CASE(everything_is_saved_and_comes_back), CASE(a_save_in_the_background_is_that_of_the_slot_when_it_began),
+     CASE(a_save_in_the_background_that_is_cancelled_leaves_the_old_file), CASE(what_makes_no_sense_begins_no_save),
+     CASE(without_parameters_it_is_a_sequence_file),
      CASE(a_file_of_a_plain_save_loads_with_a_note), CASE(a_draft_state_that_does_not_fit_is_dropped_and_says_why),
      CASE(a_damaged_appendix_is_left_out_and_a_damaged_state_refused), CASE(a_file_of_another_model_is_refused),
      CASE(a_file_that_lacks_what_is_required_is_refused), CASE(a_fingerprint_is_of_files_and_settings),

@@ -187,10 +187,10 @@ impl Folder {
         self.entries.get(&slot_id).cloned()
     }
 
-    /// Bytes of a slot's files, as they are.
+    /// Bytes of a slot's files, as they are: what a link points to is not in the folder.
     pub fn bytes_of(&self, slot_id: u32) -> u64 {
         let paths = [target_path(&self.directory, slot_id), sidecar_path(&self.directory, slot_id)];
-        paths.iter().filter_map(|path| fs::metadata(path).ok()).map(|metadata| metadata.len()).sum()
+        paths.iter().filter_map(|path| fs::symlink_metadata(path).ok()).map(|metadata| metadata.len()).sum()
     }
 
     /// Whether `need` bytes of a slot that was used at that time fit beside those of slots that were used later.

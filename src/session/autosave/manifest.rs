@@ -4,15 +4,15 @@
 //! files, the folder says what it holds. No path is read from it.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::session::replace::Replacement;
+use crate::session::replace::{Links, Replacement};
 use crate::session::slot::SavedFile;
+use crate::session::state_file::open_regular;
 
 /// Its name in the folder.
 pub(super) const NAME: &str = "auto-slots.json";
@@ -59,9 +59,12 @@ struct Manifest {
 /// The reason for which it cannot be used.
 pub(super) fn read(directory: &Path) -> Result<Option<Entries>, String> {
     let mut bytes = Vec::new();
-    match File::open(directory.join(NAME)) {
-        Ok(file) => file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+    match open_regular(&directory.join(NAME)) {
+        Ok((file, _)) => {
+            file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?
+        }
+        Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(Error::Io { source, .. }) => return Err(source.to_string()),
         Err(error) => return Err(error.to_string()),
     };
     if bytes.len() as u64 > MAX_BYTES {
@@ -94,7 +97,7 @@ pub(super) fn write(directory: &Path, entries: &Entries, sync: bool) -> Result<(
     let manifest = Manifest { version: VERSION, slots: entries.values().cloned().collect() };
     let mut text = serde_json::to_vec_pretty(&manifest).map_err(|error| failed("write", error.into()))?;
     text.push(b'\n');
-    let mut file = Replacement::create(&path)?;
+    let mut file = Replacement::create(&path, Links::Replaced)?;
     file.writer().write_all(&text).map_err(|source| failed("write", source))?;
     file.commit(text.len() as u64, sync)
 }

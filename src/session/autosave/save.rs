@@ -6,6 +6,7 @@ use super::{Autosave, Shared, lock};
 use crate::context::Context;
 use crate::error::Result;
 use crate::session::Job;
+use crate::session::replace::Links;
 use crate::session::slot::{SlotContents, SlotFiles};
 use crate::storage::ProgressCallback;
 use crate::types::SeqId;
@@ -128,7 +129,7 @@ impl Shared {
     ) -> Result<Saved> {
         let Begun { slot_id, n_tokens, unsaved, use_ms } = begun;
         self.folder().check_save(slot_id, files.size()?, use_ms)?;
-        let written = files.write(&self.path(slot_id), progress)?;
+        let written = files.write(&self.path(slot_id), Links::Replaced, progress)?;
         written.sync_data(self.sync)?;
         let mut saved = Saved { bytes: written.bytes(), notes: Vec::new() };
         // It may have been used meanwhile, as may others.

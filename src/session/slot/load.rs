@@ -96,7 +96,7 @@ impl Context {
                     plan_sidecar(sidecar, (file.tokens(), end.kept), draft, &expected, &mut slot.notes)
                         .map(Some)
                 }
-                (None, Some(Err(error))) => Err(error.to_string()),
+                (None, Some(Err(reason))) => Err(reason.clone()),
                 (None, None) => Ok(None),
             }
         };
@@ -201,9 +201,16 @@ impl LoadedSlot {
 }
 
 /// The sidecar of a slot file, if there is one.
-fn open_sidecar(path: &Path) -> Option<Result<StateFile>> {
+fn open_sidecar(path: &Path) -> Option<Result<StateFile, String>> {
     let sidecar = sidecar_path(path).ok().filter(|sidecar| sidecar.exists())?;
-    Some(StateFile::open(sidecar, FileKind::Sequence, usize::MAX))
+    Some(
+        StateFile::open(&sidecar, FileKind::Sequence, usize::MAX)
+            .map_err(|error| of_sidecar(&sidecar, &error)),
+    )
+}
+
+fn of_sidecar(path: &Path, error: &Error) -> String {
+    format!("sidecar {}: {error}", path.display())
 }
 
 fn no_draft_context() -> Error {
@@ -249,13 +256,8 @@ fn plan_sidecar<'f>(
 ) -> Result<DraftRestore<'f>, String> {
     let mut plan = || {
         let (seq, context) = draft.ok_or_else(no_draft_context)?;
-        if sidecar.tokens() != tokens {
-            let n = sidecar.tokens().len();
-            return Err(Error::corrupt(
-                "tokens",
-                format_args!("{n}, of another state"),
-                "those of the slot file",
-            ));
+        if let Some(differ) = first_difference(sidecar.tokens(), tokens) {
+            return Err(differ);
         }
         let mut of_sidecar = Vec::new();
         let mut verifier = expected.verifier(context.transfer.threads, None);
@@ -266,7 +268,18 @@ fn plan_sidecar<'f>(
         let bytes = SEQ_BLOB_HEADER_LEN + (plan.end.offset() - sidecar.state_start());
         Ok(DraftRestore { file: sidecar, plan, bytes, driver })
     };
-    plan().map_err(|error| format!("sidecar {}: {}", sidecar.path().display(), sidecar.failed(error)))
+    plan().map_err(|error| of_sidecar(sidecar.path(), &sidecar.failed(error)))
+}
+
+/// Says where the tokens of a sidecar are others than those of its slot file; what they are is the user's.
+fn first_difference(sidecar: &[Token], slot: &[Token]) -> Option<Error> {
+    if let Some(at) = sidecar.iter().zip(slot).position(|(of_sidecar, of_slot)| of_sidecar != of_slot) {
+        let got = format_args!("of another state from the one at {at} on");
+        return Some(Error::corrupt("tokens", got, "those of the slot file"));
+    }
+    let got = format_args!("{}, of another state", sidecar.len());
+    let expected = format_args!("{}, that of the slot file", slot.len());
+    (sidecar.len() != slot.len()).then(|| Error::corrupt("number of tokens", got, expected))
 }
 
 /// Checkpoints that have seen positions that were cut off.

@@ -55,7 +55,8 @@ pub enum Verify {
     None,
     /// Header and tokens.
     Headers,
-    /// Everything: the file is read once for that.
+    /// Everything: the file is read once for that, and again for what is restored. Whoever changes a slot file replaces it, as a
+    /// save does: bytes that are overwritten in between are not noticed.
     Full,
 }
 

@@ -14,7 +14,8 @@ use crate::format::{
     Checkpoints, DraftState, FileKind, Identity, Integrity, Part, PartKind, SEQ_BLOB_HEADER_LEN,
     SectionGeometry, seq_blob_header,
 };
-use crate::session::replace::Replacement;
+use crate::session::replace::{Links, Replacement};
+use crate::session::state_file::open_regular;
 use crate::session::{file_record, with_path};
 use crate::state::{FileWriter, RecordSink};
 use crate::storage::{ProgressCallback, Transfer, read_exact_at};
@@ -78,9 +79,8 @@ impl SavedFile {
     /// # Errors
     /// [`Error::Io`].
     pub fn of(path: &Path) -> Result<Self> {
+        let (file, bytes) = open_regular(path)?;
         let read = || {
-            let file = File::open(path)?;
-            let bytes = file.metadata()?.len();
             let mut end = [0; 4];
             let n = bytes.min(4);
             read_exact_at(&file, &mut end[..n as usize], bytes - n)?;
@@ -195,7 +195,7 @@ impl<'a> SlotFiles<'a> {
         sync: bool,
         progress: Option<&mut ProgressCallback>,
     ) -> Result<u64> {
-        let written = self.write(path, progress)?;
+        let written = self.write(path, Links::Followed, progress)?;
         let bytes = written.bytes();
         written.sync_data(sync)?;
         written.persist(sync)?;
@@ -203,13 +203,19 @@ impl<'a> SlotFiles<'a> {
     }
 
     /// Writes the files beside what they will replace.
-    pub fn write(&self, path: &Path, mut progress: Option<&mut ProgressCallback>) -> Result<WrittenSlot> {
+    pub fn write(
+        &self,
+        path: &Path,
+        links: Links,
+        mut progress: Option<&mut ProgressCallback>,
+    ) -> Result<WrittenSlot> {
         let total = self.size()?;
-        let target = self.target.write(path, 0, total, progress.as_deref_mut())?;
+        let target = self.target.write(path, links, (0, total), progress.as_deref_mut())?;
+        let before = target.saved.bytes;
         let sidecar = self
             .sidecar
             .as_ref()
-            .map(|sidecar| sidecar.write(&sidecar_path(path)?, target.saved.bytes, total, progress));
+            .map(|sidecar| sidecar.write(&sidecar_path(path)?, links, (before, total), progress));
         Ok(WrittenSlot { sidecar: sidecar.transpose()?, target })
     }
 }
@@ -309,12 +315,12 @@ impl Contents<'_> {
     fn write(
         &self,
         path: &Path,
-        before: u64,
-        total: u64,
+        links: Links,
+        (before, total): (u64, u64),
         progress: Option<&mut ProgressCallback>,
     ) -> Result<WrittenFile> {
         let (mut integrity, bytes) = (self.integrity()?, self.size()?);
-        let mut file = Replacement::create(path)?;
+        let mut file = Replacement::create(path, links)?;
         file.reserve(bytes)?;
         let write = |out: &mut File| {
             let mut out = FileWriter::new(out, total, progress)?.with_checksums().reporting_from(before);
