@@ -76,7 +76,11 @@ pub fn convert(
         }
         Kind::SequenceFile => slot_file(from, inspected, to, params),
         Kind::SequenceState | Kind::ContextState => {
-            Err(Error::arg("from", format!("is a {}, and files are converted", kind.name())))
+            let kind = kind.name();
+            Err(Error::arg(
+                "from",
+                format!("a {kind} without the header of a file; only files are converted"),
+            ))
         }
     }
 }
@@ -112,11 +116,12 @@ fn slot_file(from: &Path, inspected: Inspected<'_>, to: &Path, params: &ConvertP
     if let DraftOutcome::Dropped(reason) = &slot.draft {
         notes.push(format!("the draft state is dropped: {reason}"));
     }
-    let converted = |Checkpoint { span, target, draft, driver }: Checkpoint<Vec<u8>>| {
-        let [target, draft] = [target, draft].map(|blob| convert_blob(blob, params));
-        Ok(Checkpoint { span, target: target?, draft: draft?, driver })
+    let converted = |(i, Checkpoint { span, target, draft, driver }): (usize, Checkpoint<Vec<u8>>)| {
+        let target = convert_blob(target, &format!("checkpoint {i}, target"), params)?;
+        let draft = convert_blob(draft, &format!("checkpoint {i}, draft"), params)?;
+        Ok(Checkpoint { span, target, draft, driver })
     };
-    let checkpoints = slot.checkpoints.into_iter().map(converted).collect::<Result<Vec<_>>>()?;
+    let checkpoints = slot.checkpoints.into_iter().enumerate().map(converted).collect::<Result<Vec<_>>>()?;
     let contents = SlotContents {
         tokens: &slot.tokens,
         checkpoints: checkpoints.iter().map(borrowed).collect(),
@@ -142,19 +147,17 @@ fn slice<'a>(input: &'a [u8], range: &std::ops::Range<u64>) -> Result<&'a [u8]> 
     found.ok_or_else(|| Error::arg("from", "is shorter than when it was inspected"))
 }
 
-/// A blob of an appendix. A partial one holds some of the sections: it is the whole state of a memory of just these.
-fn convert_blob(blob: Vec<u8>, params: &ConvertParams) -> Result<Vec<u8>> {
+/// A blob of an appendix, called `name`. A partial one holds some of the sections: it is the whole state of a memory of just these.
+fn convert_blob(blob: Vec<u8>, name: &str, params: &ConvertParams) -> Result<Vec<u8>> {
     let is_empty = blob.is_empty() || blob.len() as u64 == crate::format::SEQ_BLOB_HEADER_LEN;
     if is_empty {
         return Ok(blob);
     }
-    let version = inspect::blob(&blob)?.state.version;
+    let refused = |reason: String| Error::arg("from", format!("{name}: {reason}"));
+    let version = inspect::blob(&blob).map_err(|error| refused(error.to_string()))?.state.version;
     if version != StateVersion::CURRENT {
         let version = version.seq_version();
-        return Err(Error::arg(
-            "from",
-            format!("has a checkpoint of version {version}, which cannot be restored"),
-        ));
+        return Err(refused(format!("of version {version}, which cannot be restored")));
     }
     let (mut context, seq_id) = context_of_blob(&blob, params)?;
     context.state_seq_set_data(&blob, seq_id, StateFlags::empty())?;
@@ -216,7 +219,7 @@ fn section_params(section: &Section, n_cells: u32, params: &ConvertParams) -> Re
                 Some(stream) => layers(stream)?,
                 None => Vec::new(),
             };
-            Ok(attention(layers, *data, !cell_ext.is_empty(), n_cells, params).into())
+            Ok(attention(layers, *data, !cell_ext.is_empty(), n_cells, params)?.into())
         }
         Shape::Recurrent { n_layer } => Ok(recurrent(section, *n_layer)?.into()),
         Shape::Shared => Ok(SectionParams::Shared),
@@ -230,7 +233,7 @@ fn attention(
     cell_ext: bool,
     kv_size: u32,
     params: &ConvertParams,
-) -> KvParams {
+) -> Result<KvParams> {
     let was_quantized =
         |tensor: Option<TensorParams>| tensor.is_some_and(|tensor| tensor.ggml_type.is_quantized());
     let before = layers.first().map(|layer| (was_quantized(Some(layer.k)), was_quantized(layer.v)));
@@ -244,16 +247,25 @@ fn attention(
     let rotation = |wanted: Option<u32>, own: Option<u32>, is_plain_now: bool| {
         wanted.unwrap_or(if is_plain_now { 0 } else { own.unwrap_or(0) })
     };
+    for LayerParams { k, v } in &layers {
+        for (field, n_rot, n_embd) in
+            [("n_rot_k", params.n_rot_k, k.n_embd), ("n_rot_v", params.n_rot_v, v.map_or(0, |v| v.n_embd))]
+        {
+            if let Some(n_rot) = n_rot.filter(|&n_rot| n_rot != 0 && !n_embd.is_multiple_of(n_rot)) {
+                return Err(Error::arg(field, format!("{n_rot}, which does not divide rows of {n_embd}")));
+            }
+        }
+    }
     let [own_k, own_v] = data.map_or([None; 2], |data| [data.n_rot_k, data.n_rot_v]);
     let (before, after) = (before.unwrap_or_default(), after.unwrap_or_default());
-    KvParams {
+    Ok(KvParams {
         layers,
         v_trans: params.v_trans.unwrap_or(data.is_some_and(|data| data.v_trans)),
         n_rot_k: rotation(params.n_rot_k, own_k, before.0 && !after.0),
         n_rot_v: rotation(params.n_rot_v, own_v, before.1 && !after.1),
         cell_ext,
         ..KvParams::new(kv_size, 0, LayerParams { k: NOTHING, v: None })
-    }
+    })
 }
 
 const NOTHING: TensorParams = TensorParams { ggml_type: GgmlType::F16, n_embd: 0 };

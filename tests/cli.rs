@@ -9,9 +9,11 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use kvstate::format::Checkpoint;
+use kvstate::session::SlotContents;
 use serde_json::Value;
 use slots::support::{NONE, context, decode, kv, save};
-use slots::{DRIVER, TOKENS, checkpoint_states, save_slot, target};
+use slots::{DRIVER, TOKENS, checkpoint_states, checkpoints, draft, save_slot, target};
 use tempfile::TempDir;
 
 /// A folder with a slot file in it.
@@ -199,6 +201,10 @@ fn wrong_usage_ends_with_2() {
         &["extract", "slot.bin", "--draft"],
         &["extract", "slot.bin", "--tokens", "--draft", "-o", "x"],
         &["extract", "slot.bin", "--checkpoint", "first", "-o", "x"],
+        &["convert", "slot.bin"],
+        &["convert", "slot.bin", "x", "--v-trans", "2"],
+        &["convert", "slot.bin", "x", "--type-k", "q9"],
+        &["convert", "slot.bin", "x", "--type-v", "q8"],
     ] {
         assert_eq!(files.run(arguments).status.code(), Some(2), "{arguments:?}");
     }
@@ -394,6 +400,195 @@ fn diff_with_a_state_that_is_not_understood_is_an_error() {
         printed.starts_with("kvstate: short.bin: the memory state is not understood: truncated"),
         "{printed}"
     );
+}
+
+/// A slot file whose checkpoints and draft are states.
+fn save_states(path: &Path) {
+    let (mut target, mut draft) = (target(), draft());
+    let (states, of_draft) = (checkpoint_states(&mut target), save(&mut draft, 1, NONE));
+    let checkpoints =
+        checkpoints(&states).into_iter().map(|taken| Checkpoint { draft: &of_draft[..], ..taken });
+    let contents = SlotContents {
+        tokens: &TOKENS,
+        checkpoints: checkpoints.collect(),
+        draft: Some((&mut draft, 1)),
+        ..SlotContents::default()
+    };
+    target.slot_save(path, 0, contents).unwrap();
+}
+
+#[test]
+fn diff_compares_the_states_of_checkpoints_and_draft_by_their_values() {
+    let files = Files::new();
+    save_states(&files.path("slot.bin"));
+    files.prints(&["convert", "slot.bin", "turned.bin", "--v-trans", "1"]);
+    let printed = files.prints(&["diff", "slot.bin", "turned.bin"]);
+    let lines: Vec<_> = printed.lines().collect();
+    assert_eq!(lines[0], "no difference");
+    for line in [
+        "layout alone: section 0: v_trans: false | true",
+        "layout alone: checkpoint 2, target, section 0: v_trans: false | true",
+        "layout alone: draft state, section 0: v_trans: false | true",
+    ] {
+        assert!(lines.contains(&line), "{line}: {printed}");
+    }
+
+    // The last V of the second checkpoint, and of the draft.
+    let bytes = fs::read(files.path("slot.bin")).unwrap();
+    let found = files.json(&["inspect", "slot.bin", "--json"]);
+    let end = |blob: &Value| usize::try_from(blob["end"].as_u64().unwrap()).unwrap();
+    let of = &found["appendices"];
+    for (end, place) in [
+        (
+            end(&of["checkpoints"][1]["target"]),
+            "checkpoint 1, target, section 0, stream 0: V of layer 1: 1 of ",
+        ),
+        (end(&of["draft"]["draft"]), "draft state, section 0, stream 0: V of layer 1: 1 of "),
+    ] {
+        let mut changed = bytes.clone();
+        changed[end - 2] ^= 1;
+        files.write("changed.bin", &changed);
+        let output = files.run(&["diff", "slot.bin", "changed.bin"]);
+        assert_eq!(output.status.code(), Some(3));
+        let printed = text(&output.stdout);
+        assert!(printed.starts_with(place) && printed.lines().count() == 1, "{printed}");
+    }
+}
+
+#[test]
+fn diff_compares_a_checkpoint_that_is_not_understood_by_its_bytes() {
+    let files = Files::new();
+    let bytes = fs::read(files.path("slot.bin")).unwrap();
+    let found = files.json(&["inspect", "slot.bin", "--json"]);
+    let draft = found["appendices"]["checkpoints"][0]["draft"]["start"].as_u64().unwrap();
+    let mut changed = bytes;
+    changed[usize::try_from(draft).unwrap() + 3] = b'p';
+    files.write("changed.bin", &changed);
+    let output = files.run(&["diff", "slot.bin", "changed.bin"]);
+    assert_eq!(text(&output.stdout), "checkpoint 0, draft: bytes: 5 bytes, 66 at 3 | 5 bytes, 70 at 3\n");
+}
+
+// convert
+
+#[test]
+fn convert_turns_v_and_turns_it_back() {
+    let files = Files::new();
+    let slot = fixture("tiny2x64_kf16_vf16_n64_none.slot");
+    let bytes = fs::read(&slot).unwrap();
+    assert_eq!(
+        files.prints(&["convert", &slot, "turned.slot", "--v-trans", "1"]),
+        format!(
+            "turned.slot: {} bytes\n  the file has no identity and no checksums: nothing was compared\n  section kv, V of 2 layers: rows -> transposed\n",
+            bytes.len()
+        )
+    );
+    let turned = files.json(&["inspect", "turned.slot", "--json"]);
+    assert_eq!(turned["state"]["sections"][0]["shape"]["data"]["v_trans"], true);
+    // In its place.
+    files.prints(&["convert", "turned.slot", "turned.slot", "--v-trans", "0"]);
+    assert!(fs::read(files.path("turned.slot")).unwrap() == bytes, "not the file of llama.cpp");
+}
+
+#[test]
+fn convert_writes_old_files_in_the_newest_version() {
+    let files = Files::new();
+    for (old, n) in [("v2", 2), ("v3", 3)] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(old);
+        let slots = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let slot = slots.filter(|path| path.extension().is_some_and(|of| of == "slot")).min().unwrap();
+        files.prints(&["convert", slot.to_str().unwrap(), "new.slot", "--legacy-rotation", "plain"]);
+        assert_eq!(fs::read(slot).unwrap()[4], n);
+        assert_eq!(fs::read(files.path("new.slot")).unwrap()[4], 4);
+    }
+}
+
+#[test]
+fn convert_to_another_type_says_so() {
+    let files = Files::new();
+    let slot = fixture("tiny2x64_kf16_vf16_n64_none.slot");
+    let printed = files.prints(&["convert", &slot, "q8.slot", "--type-k", "q8_0", "--type-v", "bf16"]);
+    assert!(printed.contains("  section kv, K of 2 layers: f16 -> q8_0\n"), "{printed}");
+    assert!(printed.contains("  section kv, V of 2 layers: f16 -> bf16\n"), "{printed}");
+    let inspected = files.prints(&["inspect", "q8.slot"]);
+    assert!(inspected.contains("layers 0 to 1: q8_0 x 64, 64 rows of 68 bytes"), "{inspected}");
+    let output = files.run(&["diff", &slot, "q8.slot"]);
+    assert!(text(&output.stdout).contains("shape: V x 64 f16 | V x 64 bf16"), "{}", text(&output.stdout));
+}
+
+#[test]
+fn convert_takes_whole_contexts() {
+    let files = Files::new();
+    let context = fixture("v3/tiny2x64_kf16_vf16_n64_session.bin");
+    files.prints(&["convert", &context, "turned.ctx", "--v-trans", "1"]);
+    let printed = files.prints(&["diff", &context, "turned.ctx"]);
+    assert_eq!(
+        printed,
+        "no difference\nlayout alone: memory state: version: 3 | 4\nlayout alone: section 0: v_trans: false | true\n"
+    );
+}
+
+#[test]
+fn what_convert_cannot_do_says_why_and_leaves_the_file_that_was_there() {
+    let files = Files::new();
+    files.write("out.bin", b"old");
+    let [slot, blob] = ["tiny2x64_kf16_vf16_n64_none.slot", "tiny2x64_kf16_vf16_n64_none.bin"].map(fixture);
+    let quantized = fixture("tiny2x64_kq8_0_vq8_0_ns4u_seq1_none.slot");
+    for (file, how, reason) in [
+        ("absent.bin", &[][..], "open absent.bin: No such file or directory (os error 2)"),
+        (&*blob, &[], "a sequence state without the header of a file; only files are converted"),
+        (&slot, &["--n-rot-k", "128"], "n_rot_k: 128, which does not divide rows of 64"),
+        (&slot, &["--n-rot-v", "3"], "n_rot_v: 3, which does not divide rows of 64"),
+        (&quantized, &["--v-trans", "1"], "quantised V cannot be transposed"),
+    ] {
+        let output = files.run(&[&["convert", file, "out.bin"], how].concat());
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        assert!(said.contains(file) && said.contains(reason), "{said}");
+        assert_eq!(fs::read(files.path("out.bin")).unwrap(), b"old");
+    }
+    let output = files.run(&["convert", &slot, "absent/out.bin"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("absent"), "{}", text(&output.stderr));
+    // Its checkpoints' drafts are no states.
+    let output = files.run(&["convert", "slot.bin", "out.bin"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("checkpoint 0, draft: "), "{}", text(&output.stderr));
+    let damaged = inspected_target(&files);
+    let output = files.run(&["convert", "damaged.bin", "out.bin"]);
+    assert_eq!((output.status.code(), damaged), (Some(1), true));
+    assert!(text(&output.stderr).contains("crc32c of the memory state"), "{}", text(&output.stderr));
+    assert_eq!(fs::read(files.path("out.bin")).unwrap(), b"old");
+}
+
+/// Makes `damaged.bin`: a bit of a tensor is flipped. Whether `verify` says so.
+fn inspected_target(files: &Files) -> bool {
+    let found = files.json(&["inspect", "slot.bin", "--json"]);
+    let at = &found["state"]["sections"][0]["streams"][0]["tensors"][0]["offset"];
+    files.damaged("damaged.bin", usize::try_from(at.as_u64().unwrap()).unwrap());
+    files.run(&["verify", "damaged.bin"]).status.code() == Some(3)
+}
+
+// Files that are written
+
+#[test]
+fn a_picture_or_a_part_does_not_replace_the_file_that_it_is_of() {
+    let files = Files::new();
+    std::os::unix::fs::symlink("slot.bin", files.path("link.bin")).unwrap();
+    let bytes = fs::read(files.path("slot.bin")).unwrap();
+    for arguments in [
+        &["inspect", "slot.bin", "--svg", "slot.bin"][..],
+        &["extract", "slot.bin", "--tokens", "-o", "./slot.bin"],
+        &["extract", "slot.bin", "--draft", "-o", "link.bin"],
+    ] {
+        let output = files.run(arguments);
+        assert_eq!((output.status.code(), &output.stdout[..]), (Some(1), &b""[..]), "{arguments:?}");
+        assert!(
+            text(&output.stderr).ends_with(": it is the file that is read\n"),
+            "{}",
+            text(&output.stderr)
+        );
+        assert!(fs::read(files.path("slot.bin")).unwrap() == bytes);
+    }
 }
 
 // extract

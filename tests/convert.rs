@@ -200,9 +200,13 @@ fn what_cannot_be_converted_is_refused_and_the_old_file_stands() {
         (
             plain.path("slot").unwrap(),
             ConvertParams { n_rot_k: Some(3), ..ConvertParams::default() },
-            "kv.n_rot_k: 3, the size of a Hadamard rotation is a power of 2",
+            "n_rot_k: 3, which does not divide rows of 64",
         ),
-        (plain.path("bin").unwrap(), TURNED, "from: is a sequence state, and files are converted"),
+        (
+            plain.path("bin").unwrap(),
+            TURNED,
+            "from: a sequence state without the header of a file; only files are converted",
+        ),
     ];
     for (from, params, text) in table {
         assert_eq!(converted(&from, &out, &params).unwrap_err().to_string(), text);

@@ -13,11 +13,14 @@ use std::path::PathBuf;
 use gpu::{Engine, alone, no_context, on_device, staged};
 use kvstate::context::{Checkpoint, Checkpoints, CheckpointsParams, Shift, Snapshot};
 use kvstate::error::{Error, Result, Status};
-use kvstate::memory::RopeParams;
+use kvstate::format::GgmlType;
+use kvstate::memory::{KvParams, LayerParams, RopeParams};
 use kvstate::types::{Pos, RopeType, SeqId, StateFlags};
 use kvstate::{Context, ContextParams, storage};
 use support::place::fakecuda::{Alone, LAUNCH_FAILED, OUT_OF_MEMORY, UNKNOWN};
-use support::{Held, Image, NONE, ON_DEVICE, decode, held, image, kv, planes, restore, save, standard};
+use support::{
+    Held, Image, NONE, ON_DEVICE, decode, held, image, kv, planes, restore, save, standard, tensor,
+};
 use tempfile::TempDir;
 
 const CODES: [(i32, &str); 3] = [
@@ -417,6 +420,80 @@ fn a_restore_over_used_cells_fails_and_leaves_all_or_an_empty_destination() {
     };
     each_failure(&cuda, make);
 }
+
+// Conversion
+
+/// The sections of `filled` in another layout, and in other types.
+fn converted(kv_size: u32) -> [KvParams; 2] {
+    let layer = LayerParams { k: tensor(GgmlType::F32, 4), v: Some(tensor(GgmlType::BF16, 2)) };
+    let swa = KvParams { layers: vec![layer; 2], ..standard(kv_size, 8) };
+    [KvParams { v_trans: true, ..kv(kv_size) }, swa]
+}
+
+/// What a context in host memory makes of the sequences of `filled`, and of `foreign` in sequence 2.
+fn expected_converted() -> [Vec<Vec<Held>>; 2] {
+    let params = ContextParams { convert_types: true, ..support::params(3, &converted(16)) };
+    let mut ctx = filled_with(params);
+    restore(&mut ctx, &foreign(), 2, NONE);
+    [1, 2].map(|seq| held_everywhere(&ctx, seq))
+}
+
+fn converting(kv_size: u32) -> Context {
+    filled_with(ContextParams { convert_types: true, ..on_device(3, &converted(kv_size), 0) })
+}
+
+#[test]
+fn a_converting_restore_into_free_cells_fails_and_the_cache_stays() {
+    let (cuda, _device) = open();
+    let (blob, [_, expected]) = (foreign(), expected_converted());
+    let make = || {
+        let act = |ctx: &mut Context| {
+            ctx.seq_rm(2, -1, -1)?;
+            ctx.state_seq_set_data(&blob, 2, NONE).map(drop)
+        };
+        case(converting(16), act, |ctx| held_everywhere(ctx, 2) == expected, nothing)
+    };
+    each_failure(&cuda, make);
+}
+
+#[test]
+fn a_converting_restore_over_used_cells_fails_and_leaves_all_or_an_empty_destination() {
+    let (cuda, _device) = open();
+    let (blob, [other, expected]) = (foreign(), expected_converted());
+    let make = || {
+        // No cell is free.
+        let act = |ctx: &mut Context| ctx.state_seq_set_data(&blob, 0, NONE).map(drop);
+        case(
+            converting(8),
+            act,
+            |ctx| held_everywhere(ctx, 0) == expected,
+            |ctx, before| nothing(ctx, before) || (is_zeroed(ctx, 0) && held_everywhere(ctx, 1) == other),
+        )
+    };
+    each_failure(&cuda, make);
+}
+
+#[test]
+fn a_converting_load_of_a_file_fails_and_the_cache_stays() {
+    let (cuda, _device) = open();
+    let (_dir, path) = file();
+    let expected = {
+        let params = ContextParams { convert_types: true, ..support::params(3, &converted(16)) };
+        let mut ctx = filled_with(params);
+        ctx.state_seq_load_file(&path, 2, 0).expect("a state");
+        held_everywhere(&ctx, 2)
+    };
+    let make = || {
+        let act = |ctx: &mut Context| {
+            ctx.seq_rm(2, -1, -1)?;
+            ctx.state_seq_load_file(&path, 2, 0).map(drop)
+        };
+        case(converting(16), act, |ctx| held_everywhere(ctx, 2) == expected, nothing)
+    };
+    each_failure(&cuda, make);
+}
+
+// Files
 
 /// A file of sequence 0.
 fn file() -> (TempDir, PathBuf) {

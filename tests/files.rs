@@ -556,6 +556,31 @@ fn a_file_truncated_in_mid_load_is_an_error_and_the_cache_is_as_it_was() {
 }
 
 #[test]
+fn a_file_truncated_while_it_is_turned_is_an_error_and_the_cache_is_as_it_was() {
+    let (_dir, path, mut context) = large_saved();
+    let turned = || {
+        let tensor = TensorParams { ggml_type: GgmlType::F16, n_embd: 1024 };
+        let kv = KvParams::new(2 * N_POS.unsigned_abs(), 2, LayerParams { k: tensor, v: Some(tensor) });
+        let kv = KvParams { v_trans: true, ..kv };
+        place::context(ContextParams::new(3, vec![kv.into()])).unwrap()
+    };
+    let mut into = turned();
+    let other = sequence(&mut context, 1);
+    into.state_seq_set_data(&other, 1, NONE).unwrap();
+    let before = whole(&mut into);
+    let file = fs::File::options().write(true).open(&path).unwrap();
+    reports(&mut into, move |_, _| {
+        file.set_len(3 << 20).unwrap();
+        ControlFlow::Continue(())
+    });
+    let error = into.state_seq_load_file(&path, 0, 1).unwrap_err();
+    let expected = format!("read {}: the file has become shorter", path.display());
+    assert!(error.to_string().ends_with(&expected), "{error}");
+    into.set_progress(None);
+    assert!(whole(&mut into) == before);
+}
+
+#[test]
 fn a_file_truncated_when_cells_are_overwritten_leaves_the_destination_empty() {
     let (_, mut context) = truncated_in_mid_load(1, |progress| progress.done == progress.total);
     assert_eq!((context.seq_pos_max(0).unwrap(), context.seq_pos_max(1).unwrap()), (N_POS - 1, -1));

@@ -163,7 +163,10 @@ fn a_quarter_of_the_positions_is_a_quarter_of_the_bytes_read() {
             for loaded in [false, true] {
                 let mut into = large_context(loaded);
                 let (range, read) = counted(|| load_prefix(&mut into, &path, 0, 2048));
-                assert_eq!(range.kept, Kept { pos_min: 0, pos_max: 2047, n_cells: 2048, n_cut: 3 * N_PREFIX as usize });
+                assert_eq!(
+                    range.kept,
+                    Kept { pos_min: 0, pos_max: 2047, n_cells: 2048, n_cut: 3 * N_PREFIX as usize }
+                );
                 assert_same_prompt(&into, &source);
                 let layout = |v_trans| if v_trans { "transposed V" } else { "rows" };
                 let what = format!("{} into {}, {order:?}", layout(saved), layout(loaded));

@@ -129,6 +129,12 @@ impl Pair {
         support::save(&mut self.ctx, seq, flags)
     }
 
+    /// The state of sequence 0 after it was decoded.
+    fn managed_of(mut self, positions: std::ops::Range<Pos>) -> Vec<u8> {
+        self.decode(0, positions);
+        self.managed(0, NONE)
+    }
+
     fn managed_whole(&mut self) -> Vec<u8> {
         common::whole_state(&mut self.ctx)
     }
@@ -345,6 +351,53 @@ fn a_view_reads_what_a_managed_cache_wrote() {
             pair.assert_same(false);
         }
     });
+}
+
+#[test]
+fn a_view_turns_what_it_reads_of_the_other_layout() {
+    for remote in [false, true] {
+        let pair = |v_trans| {
+            let mut pair = Pair::new(3, true, &[KvParams { v_trans, ..kv(40) }], remote);
+            pair.wear();
+            pair
+        };
+        for v_trans in [false, true] {
+            let (mut from, mut to) = (pair(!v_trans), pair(v_trans));
+            let blob = from.managed(0, NONE);
+            for dest in [2, 0] {
+                to.ctx.state_seq_set_data(&blob, dest, NONE).expect("a state");
+                assert_eq!(restore(&to.owners, &blob, dest, NONE).expect("a state"), blob.len());
+                to.assert_same(false);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_view_that_is_allowed_to_converts_types() {
+    for remote in [false, true] {
+        let mut from =
+            Pair::new(3, true, &[with_layers(40, vec![layer(GgmlType::F16, 32, GgmlType::F16, 3)])], false);
+        from.wear();
+        let blob = from.managed(0, NONE);
+        let q8_0 = with_layers(40, vec![layer(GgmlType::Q8_0, 32, GgmlType::F32, 3)]);
+        let params = ContextParams { convert_types: true, ..support::params(3, std::slice::from_ref(&q8_0)) };
+        let mut ctx = place::context(params).expect("a context");
+        ctx.state_seq_set_data(&blob, 2, NONE).expect("a state");
+        let owner = Owner::new("kv", &q8_0, 3, true, remote);
+        let refusal = refused(std::slice::from_ref(&owner), &blob, 2, NONE).to_string();
+        assert!(refusal.contains("convert_types allows it"), "{refusal}");
+
+        let view = || owner.view().with_convert_types(true);
+        let mut reader = StateReader::of_seq(&blob).expect("a state");
+        reader.plan_kv_cache(&view(), 2, NONE, None).expect("a plan");
+        reader.rewind();
+        reader.read_kv_cache(view()).expect("a section");
+        reader.finish().expect("a state");
+        let held = support::held(&ctx, 0, 2);
+        assert_eq!(owner.bytes_of(2), held.iter().map(|held| held.bytes.clone()).collect::<Vec<_>>());
+        assert_eq!(owner.positions(2), held.iter().map(|held| held.pos).collect::<Vec<_>>());
+    }
 }
 
 #[test]
@@ -957,6 +1010,24 @@ fn a_tensor_that_cannot_be_written_fails_the_batch() {
     owner.memory.fail_after(usize::MAX, 12);
     restore(std::slice::from_ref(&owner), &blob, 1, NONE).expect("one call for each row");
     assert_eq!(owner.bytes_of(1), owner.bytes_of(0));
+}
+
+#[test]
+fn a_tensor_that_cannot_be_written_fails_the_batch_that_turns_it() {
+    let blob = Pair::new(3, true, &[KvParams { v_trans: true, ..kv(12) }], true).managed_of(0..3);
+    let (mut n_failed, mut owner) = (0, remote().0);
+    loop {
+        owner.memory.fail_after(usize::MAX, n_failed);
+        match restore(std::slice::from_ref(&owner), &blob, 2, NONE) {
+            Ok(_) => break,
+            Err(error) => assert_eq!(error.to_string(), "set of the caller failed: 7", "call {n_failed}"),
+        }
+        n_failed += 1;
+        owner = remote().0;
+    }
+    // A row that another layout was turned to is a call of its own, too.
+    assert_eq!(n_failed, 12);
+    assert_eq!(owner.positions(2), [0, 1, 2]);
 }
 
 #[test]

@@ -104,7 +104,8 @@ pub unsafe extern "C" fn kvs_state_seq_load_file_range(
         let path = path("filepath", filepath)?;
         let (flags, append) = restore_flags_of(flags)?;
         if !flags.is_empty() {
-            return Err(Error::arg("flags", format!("{flags:?}: a file holds a whole state")));
+            let names: Vec<_> = flags.iter_names().map(|(name, _)| name).collect();
+            return Err(Error::arg("flags", format!("{}: a file holds a whole state", names.join(" | "))));
         }
         let tokens_out = array_mut("tokens_out", tokens_out, n_token_capacity)?;
         let range = PosRange::new(p0, p1);

@@ -5,14 +5,13 @@
 
 use std::cmp::Ordering;
 use std::fmt;
-use std::ops::Range;
 
 use half::{bf16, f16};
 use serde::Serialize;
 
 use super::cells::Cell;
 use super::state::{Section, Shape, Stream, Tensor};
-use super::{Description, Kind, slice};
+use super::{Basis, Description, Kind, slice};
 use crate::error::Result;
 use crate::format::{GgmlType, Tag};
 use crate::storage::ProgressCallback;
@@ -38,6 +37,17 @@ pub struct Diff {
     pub tokens: Option<TokenDiff>,
     /// The cells and tensors of sections that were compared and differ.
     pub sections: Vec<SectionDiff>,
+    /// The states of checkpoints and of the draft that are not the same bytes.
+    pub states: Vec<StateDiff>,
+}
+
+/// What differs between two states that are parts of files.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StateDiff {
+    /// Which: `checkpoint 0, target`.
+    pub place: String,
+    /// What differs in them.
+    pub diff: Diff,
 }
 
 /// A field with both values.
@@ -138,7 +148,10 @@ impl Diff {
     /// Whether both hold the same, in whatever layout.
     #[must_use]
     pub fn is_same(&self) -> bool {
-        self.fields.is_empty() && self.tokens.is_none() && self.sections.is_empty()
+        self.fields.is_empty()
+            && self.tokens.is_none()
+            && self.sections.is_empty()
+            && self.states.iter().all(|state| state.diff.is_same())
     }
 }
 
@@ -148,14 +161,15 @@ impl Diff {
 /// [`Error::Cancelled`](crate::Error::Cancelled).
 pub fn diff(a: Inspected<'_>, b: Inspected<'_>, progress: Option<&mut ProgressCallback>) -> Result<Diff> {
     let mut found = Diff::default();
-    found.heads(a, b);
-    let (states_a, states_b) = (&a.description.state.sections, &b.description.state.sections);
-    found.field("memory state", "sections", states_a.len(), states_b.len());
-    let tensors = states_a.iter().flat_map(|section| &section.streams).flat_map(|stream| &stream.tensors);
-    let total = tensors.map(|tensor| tensor.bytes().end - tensor.offset).sum();
-    let mut compared = Compared { a, b, done: 0, total, progress };
-    for (number, (a, b)) in states_a.iter().zip(states_b).enumerate() {
-        compared.section(&mut found, number, a, b)?;
+    let states = found.heads(a, b);
+    let tensors = a.description.state.sections.iter().flat_map(|section| &section.streams);
+    let of_target: u64 =
+        tensors.flat_map(|stream| &stream.tensors).map(|tensor| tensor.bytes().end - tensor.offset).sum();
+    let of_states: u64 = states.iter().map(|(_, [a, _])| a.len() as u64).sum();
+    let mut compared = Compared { a, b, done: 0, total: of_target + of_states, progress };
+    compared.sections(&mut found)?;
+    for (place, inputs) in states {
+        compared.state(&mut found, place, inputs)?;
     }
     Ok(found)
 }
@@ -194,8 +208,9 @@ impl Diff {
         }
     }
 
-    /// All but the sections.
-    fn heads(&mut self, a: Inspected<'_>, b: Inspected<'_>) {
+    /// All but the states. Gives those of checkpoints and draft that have to be compared, with their places.
+    fn heads<'a>(&mut self, a: Inspected<'a>, b: Inspected<'a>) -> Vec<(String, [&'a [u8]; 2])> {
+        let mut states = Vec::new();
         let (of_a, of_b) = (a.description, b.description);
         let all = |kind: Kind| if is_whole(kind) { "a whole context" } else { "one sequence" };
         self.field("input", "state of", all(of_a.kind), all(of_b.kind));
@@ -217,9 +232,9 @@ impl Diff {
                 format!("{} tokens, positions {} to {}", span.n_tokens(), span.pos_min(), span.pos_max())
             };
             self.field(&*place, "taken after", span(x.span), span(y.span));
-            self.blob(&place, "target", (a, &x.target), (b, &y.target));
-            self.blob(&place, "draft", (a, &x.draft), (b, &y.draft));
-            self.blob(&place, "driver", (a, &x.driver), (b, &y.driver));
+            states.push((format!("{place}, target"), [slice(a.input, &x.target), slice(b.input, &y.target)]));
+            states.push((format!("{place}, draft"), [slice(a.input, &x.draft), slice(b.input, &y.draft)]));
+            self.bytes(place, "driver", [slice(a.input, &x.driver), slice(b.input, &y.driver)]);
         }
         let has = |there: bool| if there { "there" } else { "absent" };
         self.field(
@@ -229,26 +244,21 @@ impl Diff {
             has(appendices_b.draft.is_some()),
         );
         if let (Some(x), Some(y)) = (&appendices_a.draft, &appendices_b.draft) {
-            self.blob("draft state", "draft", (a, &x.draft), (b, &y.draft));
-            self.blob("draft state", "driver", (a, &x.driver), (b, &y.driver));
+            let drafts = [slice(a.input, &x.draft), slice(b.input, &y.draft)];
+            states.push(("draft state".to_owned(), drafts));
+            self.bytes("draft state", "driver", [slice(a.input, &x.driver), slice(b.input, &y.driver)]);
         }
+        states
     }
 
-    /// Bytes of an appendix, which are compared as they are.
-    fn blob(
-        &mut self,
-        place: &str,
-        field: &'static str,
-        (a, range_a): (Inspected<'_>, &Range<u64>),
-        (b, range_b): (Inspected<'_>, &Range<u64>),
-    ) {
-        let (x, y) = (slice(a.input, range_a), slice(b.input, range_b));
-        let Some(at) = first_difference(x, y) else { return };
+    /// Bytes that only their writer understands.
+    fn bytes(&mut self, place: impl Into<String>, field: &'static str, [a, b]: [&[u8]; 2]) {
+        let Some(at) = first_difference(a, b) else { return };
         let show = |bytes: &[u8]| match bytes.get(at) {
             Some(byte) => format!("{} bytes, {byte:02x} at {at}", bytes.len()),
             None => format!("{} bytes", bytes.len()),
         };
-        self.field(place, field, show(x), show(y));
+        self.field(place, field, show(a), show(b));
     }
 }
 
@@ -292,6 +302,42 @@ struct Pair {
 }
 
 impl<'a> Compared<'a, '_> {
+    fn sections(&mut self, found: &mut Diff) -> Result<()> {
+        let (a, b) = (&self.a.description.state.sections, &self.b.description.state.sections);
+        found.field("memory state", "sections", a.len(), b.len());
+        for (number, (a, b)) in a.iter().zip(b).enumerate() {
+            self.section(found, number, a, b)?;
+        }
+        Ok(())
+    }
+
+    /// A state of a checkpoint or a draft: by its values if both are understood, else by its bytes.
+    fn state(&mut self, found: &mut Diff, place: String, [a, b]: [&[u8]; 2]) -> Result<()> {
+        self.done += a.len() as u64;
+        if a == b {
+            return self.report();
+        }
+        let understood =
+            |blob| super::blob(blob).ok().filter(|of| !matches!(of.state.basis, Basis::Incomplete { .. }));
+        let (Some(of_a), Some(of_b)) = (understood(a), understood(b)) else {
+            found.bytes(place, "bytes", [a, b]);
+            return self.report();
+        };
+        let mut diff = Diff::default();
+        let (a, b) = (Inspected { input: a, description: &of_a }, Inspected { input: b, description: &of_b });
+        Compared { a, b, done: 0, total: 0, progress: None }.sections(&mut diff)?;
+        let version = |of: &Description| of.state.version.seq_version();
+        diff.layout("memory state", "version", version(&of_a), version(&of_b));
+        if diff != Diff::default() {
+            found.states.push(StateDiff { place, diff });
+        }
+        self.report()
+    }
+
+    fn report(&mut self) -> Result<()> {
+        self.progress.as_deref_mut().map_or(Ok(()), |progress| progress.report(self.done, self.total))
+    }
+
     fn section(&mut self, found: &mut Diff, number: usize, a: &Section, b: &Section) -> Result<()> {
         let place = format!("section {number}");
         if !found.field(&*place, "kind", a.kind(), b.kind()) {
@@ -375,9 +421,7 @@ impl<'a> Compared<'a, '_> {
                 diff.tensors.extend(tensor_diff(&values.0, &values.1, &pairs));
             }
             self.done += x.bytes().end - x.offset;
-            if let Some(progress) = self.progress.as_deref_mut() {
-                progress.report(self.done, self.total)?;
-            }
+            self.report()?;
         }
         Ok(diff)
     }

@@ -26,7 +26,7 @@ pub use appendices::{Appendices, Damage};
 pub use cells::{Cell, CellExtLayout, Cells, Run, Runs};
 pub use state::{Basis, DataHeader, Dsv4Cache, Dsv4Mode, Dsv4State, Section, Shape, State, Stream, Tensor};
 
-pub use diff::{Diff, FieldDiff, Inspected, SectionDiff, TensorDiff, TokenDiff, Value, diff};
+pub use diff::{Diff, FieldDiff, Inspected, SectionDiff, StateDiff, TensorDiff, TokenDiff, Value, diff};
 pub use verify::{Outcome, Verification, VerifiedPart, verify};
 
 use crate::error::{Error, Result};

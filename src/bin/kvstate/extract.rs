@@ -48,6 +48,9 @@ enum Part {
 
 impl Extract {
     pub fn run(&self) -> Result<Found> {
+        if let Some(output) = &self.output {
+            not_the_input(&self.file, output)?;
+        }
         let input = MappedFile::open(&self.file)?;
         let found = inspect::inspect(&input).map_err(of_file(&self.file))?;
         if self.tokens {
@@ -101,6 +104,15 @@ impl Extract {
         }
         Ok(range)
     }
+}
+
+/// Refuses to write over what is read: a mistyped name would cost the conversation.
+pub fn not_the_input(input: &Path, output: &Path) -> Result<()> {
+    let resolved = |path: &Path| std::fs::canonicalize(path).ok();
+    if resolved(input).is_some_and(|input| Some(input) == resolved(output)) {
+        return Err(format!("write {}: it is the file that is read", output.display()).into());
+    }
+    Ok(())
 }
 
 /// Writes a file whole, or leaves the old one. A state is a conversation: nobody else may read it.

@@ -156,6 +156,9 @@ fn of_file(path: &Path) -> impl Fn(Error) -> String + '_ {
 }
 
 fn inspect(file: &Path, svg: Option<&Path>, json: bool, cells: bool, level: Verify) -> Result<Found> {
+    if let Some(out) = svg {
+        extract::not_the_input(file, out)?;
+    }
     let input = MappedFile::open(file)?;
     let description = inspect::inspect(&input).map_err(of_file(file))?;
     let verification =
