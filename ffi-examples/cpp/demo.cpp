@@ -1,8 +1,8 @@
 // A server's day with kvstate: a prompt with checkpoints, an answer, an edit of the history, a slot file that
-// another process takes over, where the history is edited again, one that is saved in the background, a slot file
-// of llama.cpp, and files that are damaged or another model's. The server's cache is on the first CUDA device if
-// there is one. Every step is compared, bit for bit, with a run in host memory that was never interrupted; the
-// program fails if one differs.
+// is saved in the background too, another process that takes it over and edits the history again, a slot file
+// of llama.cpp, and files that are damaged or another's. The server's cache is on the first CUDA device if there
+// is one. Every step is compared, bit for bit, with a run in host memory that was never interrupted; the program
+// fails if one differs.
 //
 //   demo SLOT_FILE_OF_LLAMA_CPP     the file is tests/fixtures/tiny2x64_kf16_vf16_n64_none.slot
 
@@ -311,7 +311,8 @@ struct Edited {
 };
 
 // The user changes the history at a token: back to the newest checkpoint before it, and on from there.
-Edited edit(Engine &engine, const Transformer &model, Checkpoints &checkpoints, const Tokens &prompt, size_t at) {
+Edited edit(Engine &engine, const Transformer &model, Checkpoints &checkpoints, const Tokens &prompt,
+            size_t at) {
     Edited edited;
     Edited::Figures &figures = edited.figures;
     figures.at = at;
@@ -346,21 +347,22 @@ Edited edit(Engine &engine, const Transformer &model, Checkpoints &checkpoints, 
 
 // expected: the conversation with the edited prompt.
 void report_edit(const Edited &edited, const std::string &who, const Transcript &expected, Report &report) {
-    const auto &[at, oldest, whole_bytes, whole_ms, from, checkpoint_bytes, restore_ms, decode_ms, answer_ms] =
-        edited.figures;
+    const Edited::Figures &figures = edited.figures;
+    const size_t at = figures.at;
+    const size_t from = figures.from;
     report.title(who + " edits token " + std::to_string(at) + ". Its window begins at " +
                  std::to_string(at + 1 - Engine::n_swa) + "; the SWA cache has forgotten all before " +
-                 std::to_string(oldest) + ".");
-    report.row("the whole state in memory, for comparison", {whole_bytes, whole_ms});
+                 std::to_string(figures.oldest) + ".");
+    report.row("the whole state in memory, for comparison", {figures.whole_bytes, figures.whole_ms});
     report.row("back to the checkpoint at " + std::to_string(from) + ", seq_rm behind it",
-               {checkpoint_bytes, restore_ms});
+               {figures.checkpoint_bytes, figures.restore_ms});
     report.row("the rest of the prompt",
-               {{}, decode_ms, n_prompt - from, report.must(equal(edited.heard, expected, from))});
+               {{}, figures.decode_ms, n_prompt - from, report.must(equal(edited.heard, expected, from))});
     report.row("  without kvstate it would have cost", {{}, {}, n_prompt});
     // A control: the checkpoint was needed, and the comparison can fail.
     report.control("  with seq_rm alone", n_prompt - at, equal(edited.with_seq_rm_alone, expected, at));
     report.row("another answer",
-               {{}, answer_ms, n_answer, report.must(equal(edited.said, expected, n_prompt))});
+               {{}, figures.answer_ms, n_answer, report.must(equal(edited.said, expected, n_prompt))});
 }
 
 // What the second process hands back to the first.
@@ -373,10 +375,10 @@ struct Resumed {
     };
     Figures figures = {};
     Tokens tokens = {};       // of the slot file
-    Tokens checkpoints = {};  // where they were taken
+    Tokens checkpoints = {};  // taken behind so many of them
     Transcript user = {};
     Transcript other_user = {};
-    Edited edited = {};
+    Edited edited = {};  // by the first user
 };
 
 template <typename T> void put(std::ostream &out, const T *values, size_t n) {
@@ -415,6 +417,14 @@ void get(std::istream &in, Transcript &transcript) {
     }
 }
 
+Tokens taken_at(const Checkpoints &checkpoints) {
+    Tokens n_tokens;
+    for (const auto &[at, checkpoint] : checkpoints) {
+        n_tokens.push_back(kvs_token(at));
+    }
+    return n_tokens;
+}
+
 // The second process: it is already busy with another user, so that the restored sequence comes to lie in
 // other cells than before. What it knows of the conversation is in the slot file.
 void resume(const Transformer &model, const char *slot_file, const char *out_file) {
@@ -430,9 +440,7 @@ void resume(const Transformer &model, const char *slot_file, const char *out_fil
     resumed.figures.n_note = slot->n_note;
     resumed.tokens = slot.tokens();
     Checkpoints checkpoints = slot.checkpoints();
-    for (const auto &[n_tokens, checkpoint] : checkpoints) {
-        resumed.checkpoints.push_back(kvs_token(n_tokens));
-    }
+    resumed.checkpoints = taken_at(checkpoints);
 
     const Timer decode;
     resumed.user = listen(engine, user, typed(3, n_next));
@@ -522,7 +530,7 @@ void save_in_background(Engine &engine, const SlotToSave &slot, const TemporaryD
     report.row("slot file saved in the background, by then", {bytes, save.ms(), {}, report.must(same)});
 }
 
-// Gives what was saved of the slot's checkpoints as a list: "64, 128".
+// "64, 128"
 std::string list(const Tokens &numbers) {
     std::string text;
     for (const kvs_token number : numbers) {
@@ -531,8 +539,9 @@ std::string list(const Tokens &numbers) {
     return text;
 }
 
-void save_and_resume(Engine &engine, const Tokens &tokens, const Checkpoints &checkpoints, const char *program,
-                     const TemporaryDirectory &directory, const Expected &expected, Report &report) {
+void save_and_resume(Engine &engine, const Tokens &tokens, const Checkpoints &checkpoints,
+                     const char *program, const TemporaryDirectory &directory, const Expected &expected,
+                     Report &report) {
     const std::string slot_file = directory.file("user.slot");
     const Fingerprint fingerprint = engine.fingerprint();
     const SlotToSave slot(tokens, checkpoints, fingerprint);
@@ -543,15 +552,15 @@ void save_and_resume(Engine &engine, const Tokens &tokens, const Checkpoints &ch
     save_in_background(engine, slot, directory, expected.other, report);
     const Resumed resumed = run_resume(program, slot_file, directory.file("resumed"));
     report.title("A second process, busy with another user, takes the slot file over.");
-    const auto &[load_ms, decode_ms, verified, n_note] = resumed.figures;
-    const bool restored = resumed.tokens == tokens && resumed.checkpoints.size() == checkpoints.size() &&
-                          verified == KVS_VERIFY_FULL && n_note == 0;
-    report.row("slot file loaded beside the other user's sequence", {bytes, load_ms, {}, report.must(restored)});
-    report.note(std::to_string(resumed.tokens.size()) + " tokens; checkpoints at " + list(resumed.checkpoints) +
-                "; " + (verified == KVS_VERIFY_FULL ? "every byte verified" : "not verified"));
+    const bool verified = resumed.figures.verified == KVS_VERIFY_FULL && resumed.figures.n_note == 0;
+    const bool restored = resumed.tokens == tokens && resumed.checkpoints == taken_at(checkpoints);
+    report.row("slot file loaded beside the other user's sequence",
+               {bytes, resumed.figures.load_ms, {}, report.must(restored && verified)});
+    report.note(std::to_string(resumed.tokens.size()) + " tokens; checkpoints at " +
+                list(resumed.checkpoints) + "; " + (verified ? "every byte verified" : "not verified"));
     const size_t n = resumed.user.tokens.size();
     const std::string same = report.must(equal(resumed.user, expected.second, tokens.size()));
-    report.row("the user's next message and its answer", {{}, decode_ms, n, same});
+    report.row("the user's next message and its answer", {{}, resumed.figures.decode_ms, n, same});
     report.row("  without kvstate it would have cost", {{}, {}, tokens.size() + n});
     report_edit(resumed.edited, "There the user", expected.third, report);
     const std::string same_other = report.must(equal(resumed.other_user, expected.other, 0));
@@ -633,10 +642,10 @@ std::string refusal(Engine &engine, const std::string &file, const kvs_slot_load
     }
 }
 
-// Tries to load a file that must be refused, and looks whether that left a trace in the cache. reason: what has
-// to be named.
-void refuse(Engine &engine, const std::string &what, const std::string &file, const kvs_slot_load_params &params,
-            const std::string &reason, Report &report) {
+// Tries to load a file that must be refused, and looks whether that left a trace in the cache. reason: what
+// has to be named.
+void refuse(Engine &engine, const std::string &what, const std::string &file,
+            const kvs_slot_load_params &params, const std::string &reason, Report &report) {
     const Bytes before = engine.save(user, KVS_STATE_SEQ_FLAGS_NONE);
     const Timer timer;
     const std::string refused = refusal(engine, file, params);
@@ -693,7 +702,7 @@ void refuse_damaged(Engine &engine, const Transformer &model, const TemporaryDir
     const LoadedSlot loaded(another.ctx(), appendix, user, params);
     const double ms = timer.ms();
     const bool left_out = loaded->n_checkpoint == 0 && loaded->n_note == 1;
-    report.row("one bit flipped, in a checkpoint: the rest is loaded",
+    report.row("one bit flipped, in a checkpoint: the state loads",
                {good.size(), ms, n_next, report.must(left_out && equal_next(another, expected))});
     for (size_t i = 0; i < loaded->n_note; ++i) {
         report.note(loaded->notes[i]);
@@ -715,10 +724,13 @@ void refuse_others(Engine &engine, const std::string &slot_file_of_llama_cpp,
     other.save_slot(file, user, SlotToSave(tokens, {}, fingerprint_of_other));
     refuse(engine, "a file of a model with other weights", file, params, "model: the state has", report);
 
-    refuse(engine, "llama.cpp's file, which does not say whose it is", slot_file_of_llama_cpp, params,
-           "it is required", report);
-    refuse(engine, "llama.cpp's file, if that is not required", slot_file_of_llama_cpp,
-           kvs_slot_load_default_params(), "layer", report);
+    refuse(engine, "llama.cpp's file, of another model", slot_file_of_llama_cpp, params,
+           "mismatched key type", report);
+
+    // This model's own state, in a file that does not say so.
+    const std::string plain = directory.file("plain.slot");
+    check(kvs_state_seq_save_file(engine.ctx(), plain.c_str(), user, tokens.data(), tokens.size()));
+    refuse(engine, "a file without identity and checksums", plain, params, "are required", report);
 }
 
 int run(const Transformer &model, const char *program, const std::string &slot_file_of_llama_cpp) {
@@ -742,8 +754,9 @@ int run(const Transformer &model, const char *program, const std::string &slot_f
     save_and_resume(engine, tokens, checkpoints, program, directory, expected, report);
     report.title("A slot file that llama.cpp wrote.");
     show_llama_cpp(slot_file_of_llama_cpp, directory, report);
-    report.title("Files that are refused; the cache keeps what it held, byte for byte.");
+    report.title("Files that are damaged. The cache keeps what it held, byte for byte, when one is refused.");
     refuse_damaged(engine, model, directory, expected.second, report);
+    report.title("Files that are another's, and are refused.");
     refuse_others(engine, slot_file_of_llama_cpp, directory, report);
     report.title(report.well() ? "All as in a run that was never interrupted."
                                : "FAILED: see the last column.");

@@ -102,7 +102,8 @@ inline kvs_slot_load_params careful(const Fingerprint &model) {
 // Loads a slot file, and holds what it gave beside the state.
 class LoadedSlot {
 public:
-    LoadedSlot(kvs_context *ctx, const std::string &file, kvs_seq_id seq, const kvs_slot_load_params &params) {
+    LoadedSlot(kvs_context *ctx, const std::string &file, kvs_seq_id seq,
+               const kvs_slot_load_params &params) {
         check(kvs_slot_load(ctx, file.c_str(), seq, &params, &result));
     }
     ~LoadedSlot() { kvs_slot_result_free(&result); }
@@ -242,8 +243,8 @@ public:
                 save(seq, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY)};
     }
 
-    // Whose states these are: they are of use to an engine with the same weights and settings alone. A model that
-    // has a file would name that too.
+    // Whose states these are: of use to an engine with the same weights and settings alone. Of a model that has
+    // a file, that would be named too.
     Fingerprint fingerprint() const {
         const std::string values[] = {std::to_string(model.seed), std::to_string(Transformer::n_layer),
                                       std::to_string(Transformer::n_embd), std::to_string(n_swa)};
