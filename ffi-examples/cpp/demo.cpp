@@ -1,8 +1,8 @@
 // A server's day with kvstate: a prompt with checkpoints, an answer, an edit of the history, a slot file that
 // is saved in the background too, another process that takes it over and edits the history again, a slot file
-// of llama.cpp, and files that are damaged or another's. The server's cache is on the first CUDA device if there
-// is one. Every step is compared, bit for bit, with a run in host memory that was never interrupted; the program
-// fails if one differs.
+// of llama.cpp, and files that are damaged or another's. The server's cache is on the first CUDA device if
+// there is one. Every step is compared, bit for bit, with a run in host memory that was never interrupted;
+// the program fails if one differs.
 //
 //   demo SLOT_FILE_OF_LLAMA_CPP     the file is tests/fixtures/tiny2x64_kf16_vf16_n64_none.slot
 
@@ -293,9 +293,10 @@ Transcript with_seq_rm_alone(const Transformer &model, const Bytes &state, const
 
 // What came of an edit of the history.
 struct Edited {
+    // All of 8 bytes, so that it is written without padding.
     struct Figures {
         size_t at = 0;
-        kvs_pos oldest = 0;  // position that the SWA cache still had
+        int64_t oldest = 0;  // position that the SWA cache still had
         size_t whole_bytes = 0;
         double whole_ms = 0.0;
         size_t from = 0;  // where the conversation went on
@@ -370,7 +371,7 @@ struct Resumed {
     struct Figures {
         double load_ms = 0.0;
         double decode_ms = 0.0;
-        kvs_verify verified = KVS_VERIFY_NONE;
+        int64_t verified = KVS_VERIFY_NONE;
         size_t n_note = 0;
     };
     Figures figures = {};

@@ -243,8 +243,8 @@ public:
                 save(seq, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY)};
     }
 
-    // Whose states these are: of use to an engine with the same weights and settings alone. Of a model that has
-    // a file, that would be named too.
+    // Whose states these are: of use to an engine with the same weights and settings alone. Of a model that
+    // has a file, that would be named too.
     Fingerprint fingerprint() const {
         const std::string values[] = {std::to_string(model.seed), std::to_string(Transformer::n_layer),
                                       std::to_string(Transformer::n_embd), std::to_string(n_swa)};
