@@ -730,7 +730,7 @@ void refuse_others(Engine &engine, const std::string &slot_file_of_llama_cpp,
 
     // This model's own state, in a file that does not say so.
     const std::string plain = directory.file("plain.slot");
-    check(kvs_state_seq_save_file(engine.ctx(), plain.c_str(), user, tokens.data(), tokens.size()));
+    check(kvs_state_seq_save_file(engine.ctx(), plain.c_str(), user, nullptr, 0));
     refuse(engine, "a file without identity and checksums", plain, params, "are required", report);
 }
 
