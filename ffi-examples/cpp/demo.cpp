@@ -1,7 +1,8 @@
 // A server's day with kvstate: a prompt with checkpoints, an answer, an edit of the history, a slot file that
-// another process takes over, one that is saved in the background, a slot file of llama.cpp, and files that are
-// refused. The server's cache is on the first CUDA device if there is one. Every step is compared, bit for bit,
-// with a run in host memory that was never interrupted; the program fails if one differs.
+// is saved in the background too, another process that takes it over and edits the history again, a slot file
+// of llama.cpp, and files that are damaged or another's. The server's cache is on the first CUDA device if
+// there is one. Every step is compared, bit for bit, with a run in host memory that was never interrupted;
+// the program fails if one differs.
 //
 //   demo SLOT_FILE_OF_LLAMA_CPP     the file is tests/fixtures/tiny2x64_kf16_vf16_n64_none.slot
 
@@ -32,6 +33,7 @@ constexpr size_t n_prompt = 300;
 constexpr size_t n_answer = 60;
 constexpr size_t edit_at = 150;  // where the user rewrites n_edit tokens
 constexpr size_t n_edit = 10;
+constexpr size_t later_edit_at = 210;  // and again, after the restart
 constexpr size_t n_next = 12;  // tokens of the user's next message, after the restart
 constexpr size_t n_next_answer = 40;
 constexpr size_t n_other = 100;  // tokens of the other user before the slot file is loaded
@@ -53,11 +55,19 @@ Tokens part(const Tokens &tokens, size_t begin, size_t end) {
     return Tokens(tokens.begin() + long(begin), tokens.begin() + long(end));
 }
 
-Tokens edited_prompt() {
-    Tokens prompt = typed(1, n_prompt);
-    const Tokens edit = typed(2, n_edit);
-    std::copy(edit.begin(), edit.end(), prompt.begin() + edit_at);
+Tokens edited(Tokens prompt, size_t at, uint32_t seed) {
+    const Tokens edit = typed(seed, n_edit);
+    std::copy(edit.begin(), edit.end(), prompt.begin() + long(at));
     return prompt;
+}
+
+Tokens edited_prompt() {
+    return edited(typed(1, n_prompt), edit_at, 2);
+}
+
+// What the second process makes of the prompt that it finds in the slot file.
+Tokens prompt_edited_again(const Tokens &prompt) {
+    return edited(prompt, later_edit_at, 6);
 }
 
 // Tokens with the logits that were computed for each.
@@ -163,6 +173,12 @@ public:
         return ok ? "yes" : "NO";
     }
 
+    // A row of what must not be equal.
+    void control(const std::string &step, size_t computed, bool equal) {
+        all_well = all_well && !equal;
+        row(step, {{}, {}, computed, equal ? "YES?" : "no, as it must be"});
+    }
+
     bool well() const { return all_well; }
 
     static std::string grouped(size_t n) {
@@ -235,89 +251,135 @@ Engine server_engine(const Transformer &model) {
     return Engine(model, n_ubatch, cells, server_device());
 }
 
-// Partial states, by the number of tokens before them.
-using Checkpoints = std::map<size_t, Bytes>;
-
-// Decodes a prompt, with a checkpoint after every ubatch, and answers it.
-Checkpoints prompt_and_answer(Engine &engine, const Transcript &expected, Report &report) {
-    const Tokens prompt = typed(1, n_prompt);
-    Checkpoints checkpoints;
-    Transcript heard;
+// Decodes a prompt from a token on, with a checkpoint after every ubatch.
+struct Prompt {
+    Transcript heard = {};
     double decode_ms = 0.0;
-    double save_ms = 0.0;
-    for (size_t done = 0; done < n_prompt; done += n_ubatch) {
-        const size_t end = std::min(n_prompt, done + n_ubatch);
-        const Timer decode;
-        heard.add(listen(engine, user, part(prompt, done, end)));
-        decode_ms += decode.ms();
-        const Timer save;
-        checkpoints[end] = engine.save(user, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
-        save_ms += save.ms();
+    double checkpoints_ms = 0.0;
+
+    Prompt(Engine &engine, const Tokens &prompt, size_t from, Checkpoints &checkpoints) {
+        for (size_t done = from; done < prompt.size(); done += n_ubatch) {
+            const size_t end = std::min(prompt.size(), done + n_ubatch);
+            const Timer decode;
+            heard.add(listen(engine, user, part(prompt, done, end)));
+            decode_ms += decode.ms();
+            const Timer save;
+            checkpoints[end] = engine.checkpoint(user);
+            checkpoints_ms += save.ms();
+        }
     }
+};
+
+// Decodes the first prompt, and answers it.
+void prompt_and_answer(Engine &engine, Checkpoints &checkpoints, const Transcript &expected, Report &report) {
+    const Prompt prompt(engine, typed(1, n_prompt), 0, checkpoints);
     const size_t n = checkpoints.size();
-    report.row("prompt", {{}, decode_ms, n_prompt, report.must(equal(heard, expected, 0))});
+    report.row("prompt", {{}, prompt.decode_ms, n_prompt, report.must(equal(prompt.heard, expected, 0))});
     report.row(std::to_string(n) + " checkpoints of it, each",
-               {checkpoints[n_ubatch].size(), save_ms / double(n)});
+               {checkpoints[n_ubatch].state.size(), prompt.checkpoints_ms / double(n)});
 
     const Timer timer;
-    const Transcript said = answer(engine, user, heard.logits.back(), n_answer);
+    const Transcript said = answer(engine, user, prompt.heard.logits.back(), n_answer);
     report.row("answer", {{}, timer.ms(), n_answer, report.must(equal(said, expected, n_prompt))});
-    return checkpoints;
 }
 
 // What seq_rm alone gives: the window before the edit was in cells that have been used again.
-bool equal_with_seq_rm_alone(const Transformer &model, const Bytes &state, const Transcript &expected) {
+Transcript with_seq_rm_alone(const Transformer &model, const Bytes &state, const Tokens &prompt, size_t at) {
     Engine engine = server_engine(model);
     engine.restore(user, state, KVS_STATE_SEQ_FLAGS_NONE);
-    engine.remove_tail(user, edit_at);
-    return equal(listen(engine, user, part(edited_prompt(), edit_at, n_prompt)), expected, edit_at);
+    engine.remove_tail(user, kvs_pos(at));
+    return listen(engine, user, part(prompt, at, prompt.size()));
 }
 
-// The user changes the history: back to the newest checkpoint before the edit, and on from there. Gives the
-// tokens that the cache holds then.
-Tokens edit(Engine &engine, const Transformer &model, const Checkpoints &checkpoints,
-            const Transcript &expected, Report &report) {
+// What came of an edit of the history.
+struct Edited {
+    // All of 8 bytes, so that it is written without padding.
+    struct Figures {
+        size_t at = 0;
+        int64_t oldest = 0;  // position that the SWA cache still had
+        size_t whole_bytes = 0;
+        double whole_ms = 0.0;
+        size_t from = 0;  // where the conversation went on
+        size_t checkpoint_bytes = 0;
+        double restore_ms = 0.0;
+        double decode_ms = 0.0;
+        double answer_ms = 0.0;
+    };
+    Figures figures = {};
+    Transcript heard = {};
+    Transcript said = {};
+    Transcript with_seq_rm_alone = {};
+};
+
+// The user changes the history at a token: back to the newest checkpoint before it, and on from there.
+Edited edit(Engine &engine, const Transformer &model, Checkpoints &checkpoints, const Tokens &prompt,
+            size_t at) {
+    Edited edited;
+    Edited::Figures &figures = edited.figures;
+    figures.at = at;
+    figures.oldest = kvs_memory_seq_pos_min(engine.memory(), user);
     const Timer save;
     const Bytes whole = engine.save(user, KVS_STATE_SEQ_FLAGS_NONE);
-    report.row("the whole state in memory, for comparison", {whole.size(), save.ms()});
+    figures.whole_ms = save.ms();
+    figures.whole_bytes = whole.size();
+    edited.with_seq_rm_alone = with_seq_rm_alone(model, whole, prompt, at);
 
-    const kvs_pos oldest = kvs_memory_seq_pos_min(engine.memory(), user);
-    report.title("The user edits token " + std::to_string(edit_at) + ". Its window begins at " +
-                 std::to_string(edit_at + 1 - Engine::n_swa) + "; the SWA cache has forgotten all before " +
-                 std::to_string(oldest) + ".");
-    const auto &[from, checkpoint] = *std::prev(checkpoints.upper_bound(edit_at));
+    const auto behind = checkpoints.upper_bound(at);
+    if (behind == checkpoints.begin()) {
+        throw std::runtime_error("no checkpoint is old enough");
+    }
+    const auto &[from, checkpoint] = *std::prev(behind);
     const Timer restore;
-    engine.restore(user, checkpoint, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    engine.restore(user, checkpoint.state, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
     engine.remove_tail(user, kvs_pos(from));
-    report.row("back to the checkpoint at " + std::to_string(from) + ", seq_rm behind it",
-               {checkpoint.size(), restore.ms()});
+    figures.restore_ms = restore.ms();
+    figures.from = from;
+    figures.checkpoint_bytes = checkpoint.state.size();
+    checkpoints.erase(behind, checkpoints.end());  // of a text that is no more
 
-    const Timer decode;
-    const Transcript heard = listen(engine, user, part(edited_prompt(), from, n_prompt));
-    const double ms = decode.ms();
+    const Prompt rest(engine, prompt, from, checkpoints);
+    figures.decode_ms = rest.decode_ms;
+    edited.heard = rest.heard;
+    const Timer again;
+    edited.said = answer(engine, user, rest.heard.logits.back(), n_answer);
+    figures.answer_ms = again.ms();
+    return edited;
+}
+
+// expected: the conversation with the edited prompt.
+void report_edit(const Edited &edited, const std::string &who, const Transcript &expected, Report &report) {
+    const Edited::Figures &figures = edited.figures;
+    const size_t at = figures.at;
+    const size_t from = figures.from;
+    report.title(who + " edits token " + std::to_string(at) + ". Its window begins at " +
+                 std::to_string(at + 1 - Engine::n_swa) + "; the SWA cache has forgotten all before " +
+                 std::to_string(figures.oldest) + ".");
+    report.row("the whole state in memory, for comparison", {figures.whole_bytes, figures.whole_ms});
+    report.row("back to the checkpoint at " + std::to_string(from) + ", seq_rm behind it",
+               {figures.checkpoint_bytes, figures.restore_ms});
     report.row("the rest of the prompt",
-               {{}, ms, n_prompt - from, report.must(equal(heard, expected, from))});
+               {{}, figures.decode_ms, n_prompt - from, report.must(equal(edited.heard, expected, from))});
     report.row("  without kvstate it would have cost", {{}, {}, n_prompt});
     // A control: the checkpoint was needed, and the comparison can fail.
-    const bool lucky = equal_with_seq_rm_alone(model, whole, expected);
-    report.must(!lucky);
-    report.row("  with seq_rm alone", {{}, {}, n_prompt - edit_at, lucky ? "YES?" : "no, as it must be"});
-
-    const Timer again;
-    const Transcript said = answer(engine, user, heard.logits.back(), n_answer);
-    report.row("another answer", {{}, again.ms(), n_answer, report.must(equal(said, expected, n_prompt))});
-
-    Tokens tokens = edited_prompt();
-    tokens.insert(tokens.end(), said.tokens.begin(), said.tokens.end());
-    return tokens;
+    report.control("  with seq_rm alone", n_prompt - at, equal(edited.with_seq_rm_alone, expected, at));
+    report.row("another answer",
+               {{}, figures.answer_ms, n_answer, report.must(equal(edited.said, expected, n_prompt))});
 }
 
 // What the second process hands back to the first.
 struct Resumed {
-    double load_ms = 0.0;
-    double decode_ms = 0.0;
-    Transcript user;
-    Transcript other_user;
+    struct Figures {
+        double load_ms = 0.0;
+        double decode_ms = 0.0;
+        int64_t verified = KVS_VERIFY_NONE;
+        size_t n_note = 0;
+    };
+    Figures figures = {};
+    Tokens tokens = {};       // of the slot file
+    Tokens checkpoints = {};  // taken behind so many of them
+    Transcript user = {};
+    Transcript other_user = {};
+    Edited edited = {};  // by the first user
 };
 
 template <typename T> void put(std::ostream &out, const T *values, size_t n) {
@@ -328,51 +390,78 @@ template <typename T> void get(std::istream &in, T *values, size_t n) {
     in.read(reinterpret_cast<char *>(values), std::streamsize(n * sizeof(T)));
 }
 
-void put(std::ostream &out, const Transcript &transcript) {
-    const size_t n = transcript.tokens.size();
+void put(std::ostream &out, const Tokens &tokens) {
+    const size_t n = tokens.size();
     put(out, &n, 1);
-    put(out, transcript.tokens.data(), n);
+    put(out, tokens.data(), n);
+}
+
+void get(std::istream &in, Tokens &tokens) {
+    size_t n = 0;
+    get(in, &n, 1);
+    tokens.resize(n);
+    get(in, tokens.data(), n);
+}
+
+void put(std::ostream &out, const Transcript &transcript) {
+    put(out, transcript.tokens);
     for (const Vector &logits : transcript.logits) {
         put(out, logits.data(), Transformer::n_vocab);
     }
 }
 
 void get(std::istream &in, Transcript &transcript) {
-    size_t n = 0;
-    get(in, &n, 1);
-    transcript.tokens.resize(n);
-    get(in, transcript.tokens.data(), n);
-    transcript.logits.assign(n, Vector(Transformer::n_vocab));
+    get(in, transcript.tokens);
+    transcript.logits.assign(transcript.tokens.size(), Vector(Transformer::n_vocab));
     for (Vector &logits : transcript.logits) {
         get(in, logits.data(), Transformer::n_vocab);
     }
 }
 
+Tokens taken_at(const Checkpoints &checkpoints) {
+    Tokens n_tokens;
+    for (const auto &[at, checkpoint] : checkpoints) {
+        n_tokens.push_back(kvs_token(at));
+    }
+    return n_tokens;
+}
+
 // The second process: it is already busy with another user, so that the restored sequence comes to lie in
-// other cells than before.
+// other cells than before. What it knows of the conversation is in the slot file.
 void resume(const Transformer &model, const char *slot_file, const char *out_file) {
     Engine engine = server_engine(model);
     Resumed resumed;
     resumed.other_user = listen(engine, other_user, typed(4, n_other));
 
+    const Fingerprint fingerprint = engine.fingerprint();
     const Timer load;
-    size_t n_tokens = 0;
-    check(kvs_state_seq_load_file(engine.ctx(), slot_file, user, nullptr, 0, &n_tokens));
-    Tokens tokens(n_tokens);
-    check(kvs_state_seq_load_file(engine.ctx(), slot_file, user, tokens.data(), tokens.size(), &n_tokens));
-    resumed.load_ms = load.ms();
+    const LoadedSlot slot(engine.ctx(), slot_file, user, careful(fingerprint));
+    resumed.figures.load_ms = load.ms();
+    resumed.figures.verified = slot->verified;
+    resumed.figures.n_note = slot->n_note;
+    resumed.tokens = slot.tokens();
+    Checkpoints checkpoints = slot.checkpoints();
+    resumed.checkpoints = taken_at(checkpoints);
 
     const Timer decode;
     resumed.user = listen(engine, user, typed(3, n_next));
     resumed.user.add(answer(engine, user, resumed.user.logits.back(), n_next_answer));
-    resumed.decode_ms = decode.ms();
+    resumed.figures.decode_ms = decode.ms();
+
+    const Tokens prompt = prompt_edited_again(part(resumed.tokens, 0, n_prompt));
+    resumed.edited = edit(engine, model, checkpoints, prompt, later_edit_at);
     resumed.other_user.add(listen(engine, other_user, typed(5, n_other_later)));
 
     std::ofstream out(out_file, std::ios::binary);
-    put(out, &resumed.load_ms, 1);
-    put(out, &resumed.decode_ms, 1);
+    put(out, &resumed.figures, 1);
+    put(out, resumed.tokens);
+    put(out, resumed.checkpoints);
     put(out, resumed.user);
     put(out, resumed.other_user);
+    put(out, &resumed.edited.figures, 1);
+    put(out, resumed.edited.heard);
+    put(out, resumed.edited.said);
+    put(out, resumed.edited.with_seq_rm_alone);
     if (!out.flush()) {
         throw std::runtime_error(std::string("cannot write ") + out_file);
     }
@@ -388,30 +477,49 @@ Resumed run_resume(const char *program, const std::string &slot_file, const std:
     }
     std::ifstream in(out_file, std::ios::binary);
     Resumed resumed;
-    get(in, &resumed.load_ms, 1);
-    get(in, &resumed.decode_ms, 1);
+    get(in, &resumed.figures, 1);
+    get(in, resumed.tokens);
+    get(in, resumed.checkpoints);
     get(in, resumed.user);
     get(in, resumed.other_user);
+    get(in, &resumed.edited.figures, 1);
+    get(in, resumed.edited.heard);
+    get(in, resumed.edited.said);
+    get(in, resumed.edited.with_seq_rm_alone);
     if (!in) {
         throw std::runtime_error("the second process wrote too little");
     }
     return resumed;
 }
 
-// The user's slot file again, from a snapshot, while another user's prompt is decoded.
-void save_in_background(Engine &engine, const Tokens &tokens, const TemporaryDirectory &directory,
+// The runs that were never interrupted.
+struct Expected {
+    Transcript first;   // the prompt and its answer
+    Transcript second;  // the prompt, edited, and on after the restart
+    Transcript third;   // the prompt, edited again
+    Transcript other;   // another user's conversation
+
+    explicit Expected(const Transformer &model)
+        : first(Uninterrupted(model).hears(typed(1, n_prompt)).says(n_answer).so_far()),
+          second(Uninterrupted(model)
+                     .hears(edited_prompt())
+                     .says(n_answer)
+                     .hears(typed(3, n_next))
+                     .says(n_next_answer)
+                     .so_far()),
+          third(Uninterrupted(model).hears(prompt_edited_again(edited_prompt())).says(n_answer).so_far()),
+          other(Uninterrupted(model).hears(typed(4, n_other)).hears(typed(5, n_other_later)).so_far()) {}
+};
+
+// The user's slot file again, while another user's prompt is decoded.
+void save_in_background(Engine &engine, const SlotToSave &slot, const TemporaryDirectory &directory,
                         const Transcript &expected_of_other, Report &report) {
     report.title("Another user comes; the slot file is saved once more, in the background.");
     const std::string file = directory.file("background.slot");
-    const Timer take;
-    const Snapshot snapshot = engine.snapshot(user);
-    report.row("snapshot taken", {kvs_snapshot_size(snapshot.get()), take.ms()});
-
-    kvs_job *started = nullptr;
     const Timer save;
-    check(kvs_snapshot_save_file_start(snapshot.get(), file.c_str(), tokens.data(), tokens.size(), nullptr,
-                                       &started));
-    const Job job(started);
+    const Job job = engine.save_slot_start(file, user, slot);
+    report.row("the slot copied, its save begun", {{}, save.ms()});
+
     const Timer decode;
     const Transcript heard = listen(engine, other_user, typed(4, n_other));
     const double ms = decode.ms();
@@ -423,24 +531,40 @@ void save_in_background(Engine &engine, const Tokens &tokens, const TemporaryDir
     report.row("slot file saved in the background, by then", {bytes, save.ms(), {}, report.must(same)});
 }
 
-void save_and_resume(Engine &engine, const Tokens &tokens, const char *program,
-                     const TemporaryDirectory &directory, const Transcript &expected,
-                     const Transcript &expected_of_other, Report &report) {
+// "64, 128"
+std::string list(const Tokens &numbers) {
+    std::string text;
+    for (const kvs_token number : numbers) {
+        text += (text.empty() ? "" : ", ") + std::to_string(number);
+    }
+    return text;
+}
+
+void save_and_resume(Engine &engine, const Tokens &tokens, const Checkpoints &checkpoints,
+                     const char *program, const TemporaryDirectory &directory, const Expected &expected,
+                     Report &report) {
     const std::string slot_file = directory.file("user.slot");
+    const Fingerprint fingerprint = engine.fingerprint();
+    const SlotToSave slot(tokens, checkpoints, fingerprint);
     const Timer save;
-    const size_t bytes =
-        check(kvs_state_seq_save_file(engine.ctx(), slot_file.c_str(), user, tokens.data(), tokens.size()));
+    const size_t bytes = engine.save_slot(slot_file, user, slot);
     report.row("slot file written, synced and renamed", {bytes, save.ms()});
 
-    save_in_background(engine, tokens, directory, expected_of_other, report);
+    save_in_background(engine, slot, directory, expected.other, report);
     const Resumed resumed = run_resume(program, slot_file, directory.file("resumed"));
     report.title("A second process, busy with another user, takes the slot file over.");
-    report.row("slot file loaded beside the other user's sequence", {bytes, resumed.load_ms});
+    const bool verified = resumed.figures.verified == KVS_VERIFY_FULL && resumed.figures.n_note == 0;
+    const bool restored = resumed.tokens == tokens && resumed.checkpoints == taken_at(checkpoints);
+    report.row("slot file loaded beside the other user's sequence",
+               {bytes, resumed.figures.load_ms, {}, report.must(restored && verified)});
+    report.note(std::to_string(resumed.tokens.size()) + " tokens; checkpoints at " +
+                list(resumed.checkpoints) + "; " + (verified ? "every byte verified" : "not verified"));
     const size_t n = resumed.user.tokens.size();
-    const std::string same = report.must(equal(resumed.user, expected, tokens.size()));
-    report.row("the user's next message and its answer", {{}, resumed.decode_ms, n, same});
+    const std::string same = report.must(equal(resumed.user, expected.second, tokens.size()));
+    report.row("the user's next message and its answer", {{}, resumed.figures.decode_ms, n, same});
     report.row("  without kvstate it would have cost", {{}, {}, tokens.size() + n});
-    const std::string same_other = report.must(equal(resumed.other_user, expected_of_other, 0));
+    report_edit(resumed.edited, "There the user", expected.third, report);
+    const std::string same_other = report.must(equal(resumed.other_user, expected.other, 0));
     report.row("the other user, before and after", {{}, {}, resumed.other_user.tokens.size(), same_other});
 }
 
@@ -509,51 +633,109 @@ void show_llama_cpp(const std::string &slot_file, const TemporaryDirectory &dire
     report.row("written again", {written, ms, {}, report.must(whole && same)});
 }
 
-// Tries to load a file that must be refused, and looks whether that left a trace in the cache.
-void refuse(Engine &engine, const std::string &what, const std::string &file, Report &report) {
-    const Bytes before = engine.save(user, KVS_STATE_SEQ_FLAGS_NONE);
-    Tokens tokens(Engine::n_ctx);
-    size_t n_tokens = 0;
-    const Timer timer;
-    const bool refused = kvs_state_seq_load_file(engine.ctx(), file.c_str(), user, tokens.data(),
-                                                 tokens.size(), &n_tokens) == 0;
-    const double ms = timer.ms();
-    const std::string reason = refused ? kvs_last_error() : "it was loaded";
-    const bool untouched = engine.save(user, KVS_STATE_SEQ_FLAGS_NONE) == before;
-    report.row(what, {fs::file_size(file), ms, {}, report.must(refused && untouched)});
-    report.note(reason);
+// Why a slot file is refused; empty: it was loaded.
+std::string refusal(Engine &engine, const std::string &file, const kvs_slot_load_params &params) {
+    try {
+        const LoadedSlot loaded(engine.ctx(), file, user, params);
+        return "";
+    } catch (const std::exception &error) {
+        return error.what();
+    }
 }
 
-void refusals(Engine &engine, const std::string &slot_file_of_llama_cpp, const TemporaryDirectory &directory,
-              Report &report) {
+// Tries to load a file that must be refused, and looks whether that left a trace in the cache. reason: what
+// has to be named.
+void refuse(Engine &engine, const std::string &what, const std::string &file,
+            const kvs_slot_load_params &params, const std::string &reason, Report &report) {
+    const Bytes before = engine.save(user, KVS_STATE_SEQ_FLAGS_NONE);
+    const Timer timer;
+    const std::string refused = refusal(engine, file, params);
+    const double ms = timer.ms();
+    const bool named = refused.find(reason) != std::string::npos;
+    const bool untouched = engine.save(user, KVS_STATE_SEQ_FLAGS_NONE) == before;
+    report.row(what, {fs::file_size(file), ms, {}, report.must(named && untouched)});
+    report.note(refused.empty() ? "it was loaded" : refused);
+}
+
+// The next message, of an engine that has loaded the user's slot.
+bool equal_next(Engine &engine, const Transcript &expected) {
+    return equal(listen(engine, user, typed(3, n_next)), expected, n_prompt + n_answer);
+}
+
+void refuse_damaged(Engine &engine, const Transformer &model, const TemporaryDirectory &directory,
+                    const Transcript &expected, Report &report) {
     const Bytes good = read_file(directory.file("user.slot"));
-    const size_t n_tokens = n_prompt + n_answer;
+    const Fingerprint fingerprint = engine.fingerprint();
+    const kvs_slot_load_params params = careful(fingerprint);
 
     const std::string cut = directory.file("cut.slot");
     write_file(cut, Bytes(good.begin(), good.begin() + long(good.size() / 2)));
-    refuse(engine, "half a file", cut, report);
+    refuse(engine, "half a file", cut, params, "truncated", report);
 
-    Bytes bytes = good;
-    // Magic, version, token count, tokens, n_stream: the next four bytes are the number of cells.
-    bytes[12 + 4 * n_tokens + 4 + 2] ^= 0x01;
-    const std::string damaged = directory.file("damaged.slot");
-    write_file(damaged, bytes);
-    refuse(engine, "one bit flipped, in the number of cells", damaged, report);
+    // Where the parts of the file are: header and tokens, the state, the checkpoints, the checksums.
+    size_t state_begin = 0;
+    size_t checkpoints_begin = 0;
+    {
+        Engine other = server_engine(model);
+        const LoadedSlot loaded(other.ctx(), directory.file("user.slot"), user, params);
+        checkpoints_begin = loaded->append_start;
+        state_begin = checkpoints_begin - loaded->target_size;
+    }
+    const auto flipped = [&](const char *name, size_t at) {
+        Bytes bytes = good;
+        bytes[at] ^= 0x01;
+        const std::string file = directory.file(name);
+        write_file(file, bytes);
+        return file;
+    };
 
-    refuse(engine, "llama.cpp's file, of another model", slot_file_of_llama_cpp, report);
+    // The high byte of a float in the middle of the state, where K and V are.
+    const std::string tensor = flipped("tensor.slot", (state_begin + checkpoints_begin) / 2 | 3);
+    refuse(engine, "one bit flipped, in a tensor", tensor, params, "crc32c of the memory state", report);
+    // A control: nothing but the checksum finds it, and the model would have said something else.
+    Engine careless = server_engine(model);
+    const LoadedSlot wrong(careless.ctx(), tensor, user, kvs_slot_load_default_params());
+    report.control("  if nothing is verified, the next message", n_next, equal_next(careless, expected));
+
+    const std::string appendix = flipped("appendix.slot", checkpoints_begin + 100);
+    Engine another = server_engine(model);
+    const Timer timer;
+    const LoadedSlot loaded(another.ctx(), appendix, user, params);
+    const double ms = timer.ms();
+    const bool left_out = loaded->n_checkpoint == 0 && loaded->n_note == 1;
+    report.row("one bit flipped, in a checkpoint: the state loads",
+               {good.size(), ms, n_next, report.must(left_out && equal_next(another, expected))});
+    for (size_t i = 0; i < loaded->n_note; ++i) {
+        report.note(loaded->notes[i]);
+    }
+}
+
+void refuse_others(Engine &engine, const std::string &slot_file_of_llama_cpp,
+                   const TemporaryDirectory &directory, Report &report) {
+    const Fingerprint fingerprint = engine.fingerprint();
+    const kvs_slot_load_params params = careful(fingerprint);
+
+    // The same sizes, other weights: the state would fit.
+    const Transformer other_model(20250102);
+    Engine other = server_engine(other_model);
+    const Fingerprint fingerprint_of_other = other.fingerprint();
+    const Tokens tokens = typed(1, n_ubatch);
+    listen(other, user, tokens);
+    const std::string file = directory.file("other.slot");
+    other.save_slot(file, user, SlotToSave(tokens, {}, fingerprint_of_other));
+    refuse(engine, "a file of a model with other weights", file, params, "model: the state has", report);
+
+    refuse(engine, "llama.cpp's file, of another model", slot_file_of_llama_cpp, params,
+           "mismatched key type", report);
+
+    // This model's own state, in a file that does not say so.
+    const std::string plain = directory.file("plain.slot");
+    check(kvs_state_seq_save_file(engine.ctx(), plain.c_str(), user, nullptr, 0));
+    refuse(engine, "a file without identity and checksums", plain, params, "are required", report);
 }
 
 int run(const Transformer &model, const char *program, const std::string &slot_file_of_llama_cpp) {
-    const Transcript first = Uninterrupted(model).hears(typed(1, n_prompt)).says(n_answer).so_far();
-    const Transcript second = Uninterrupted(model)
-                                  .hears(edited_prompt())
-                                  .says(n_answer)
-                                  .hears(typed(3, n_next))
-                                  .says(n_next_answer)
-                                  .so_far();
-    const Transcript other =
-        Uninterrupted(model).hears(typed(4, n_other)).hears(typed(5, n_other_later)).so_far();
-
+    const Expected expected(model);
     const TemporaryDirectory directory;
     Report report;
     if (server_device() == KVS_DEVICE_HOST) {
@@ -564,13 +746,19 @@ int run(const Transformer &model, const char *program, const std::string &slot_f
     report.head();
     report.title("A server, with a transformer of 2 full and 2 SWA layers and a window of 64.");
     Engine engine = server_engine(model);
-    const Checkpoints checkpoints = prompt_and_answer(engine, first, report);
-    const Tokens tokens = edit(engine, model, checkpoints, second, report);
-    save_and_resume(engine, tokens, program, directory, second, other, report);
+    Checkpoints checkpoints;
+    prompt_and_answer(engine, checkpoints, expected.first, report);
+    const Edited edited = edit(engine, model, checkpoints, edited_prompt(), edit_at);
+    report_edit(edited, "The user", expected.second, report);
+    Tokens tokens = edited_prompt();
+    tokens.insert(tokens.end(), edited.said.tokens.begin(), edited.said.tokens.end());
+    save_and_resume(engine, tokens, checkpoints, program, directory, expected, report);
     report.title("A slot file that llama.cpp wrote.");
     show_llama_cpp(slot_file_of_llama_cpp, directory, report);
-    report.title("Files that are refused; the cache keeps what it held, byte for byte.");
-    refusals(engine, slot_file_of_llama_cpp, directory, report);
+    report.title("Files that are damaged. The cache keeps what it held, byte for byte, when one is refused.");
+    refuse_damaged(engine, model, directory, expected.second, report);
+    report.title("Files that are another's, and are refused.");
+    refuse_others(engine, slot_file_of_llama_cpp, directory, report);
     report.title(report.well() ? "All as in a run that was never interrupted."
                                : "FAILED: see the last column.");
     return report.well() ? 0 : 1;

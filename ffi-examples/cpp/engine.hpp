@@ -4,6 +4,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -36,16 +39,94 @@ inline size_t check(size_t size) {
 struct Free {
     void operator()(kvs_context *ctx) const { kvs_context_free(ctx); }
     void operator()(kvs_slot *slot) const { kvs_slot_free(slot); }
-    void operator()(kvs_snapshot *snapshot) const { kvs_snapshot_free(snapshot); }
     void operator()(kvs_job *job) const { kvs_job_free(job); }
 };
 using Context = std::unique_ptr<kvs_context, Free>;
 using Slot = std::unique_ptr<kvs_slot, Free>;
-using Snapshot = std::unique_ptr<kvs_snapshot, Free>;
 using Job = std::unique_ptr<kvs_job, Free>;
 
 using Tokens = std::vector<kvs_token>;
 using Bytes = std::vector<uint8_t>;
+
+// A partial state of a sequence, and its positions when it was taken.
+struct Checkpoint {
+    kvs_pos pos_min = -1;
+    kvs_pos pos_max = -1;
+    Bytes state;
+};
+// By the number of tokens before them.
+using Checkpoints = std::map<size_t, Checkpoint>;
+
+using Fingerprint = std::array<uint8_t, KVS_FINGERPRINT_SIZE>;
+
+// What a slot file is to hold beside the state. It points to what it is made of, which has to outlive it.
+class SlotToSave {
+public:
+    SlotToSave(const Tokens &tokens, const Checkpoints &taken, const Fingerprint &model) {
+        for (const auto &[n_tokens, checkpoint] : taken) {
+            kvs_slot_checkpoint &to = checkpoints.emplace_back(kvs_slot_checkpoint_default());
+            to.n_tokens = int64_t(n_tokens);
+            to.pos_min = checkpoint.pos_min;
+            to.pos_max = checkpoint.pos_max;
+            to.target = checkpoint.state.data();
+            to.target_size = checkpoint.state.size();
+        }
+        params.tokens = tokens.data();
+        params.n_tokens = tokens.size();
+        params.checkpoints = checkpoints.data();
+        params.n_checkpoint = checkpoints.size();
+        params.identity.model = model.data();
+        params.identity.model_size = model.size();
+    }
+    SlotToSave(const SlotToSave &) = delete;
+    SlotToSave &operator=(const SlotToSave &) = delete;
+
+    const kvs_slot_save_params *get() const { return &params; }
+
+private:
+    std::vector<kvs_slot_checkpoint> checkpoints;
+    kvs_slot_save_params params = kvs_slot_save_default_params();
+};
+
+// What a careful server asks of a slot file: that it is this model's, and that every byte is as it was saved.
+// Points to the fingerprint.
+inline kvs_slot_load_params careful(const Fingerprint &model) {
+    kvs_slot_load_params params = kvs_slot_load_default_params();
+    params.verify = KVS_VERIFY_FULL;
+    params.require = KVS_REQUIRE_IDENTITY | KVS_REQUIRE_CHECKSUMS;
+    params.identity.model = model.data();
+    params.identity.model_size = model.size();
+    return params;
+}
+
+// Loads a slot file, and holds what it gave beside the state.
+class LoadedSlot {
+public:
+    LoadedSlot(kvs_context *ctx, const std::string &file, kvs_seq_id seq,
+               const kvs_slot_load_params &params) {
+        check(kvs_slot_load(ctx, file.c_str(), seq, &params, &result));
+    }
+    ~LoadedSlot() { kvs_slot_result_free(&result); }
+    LoadedSlot(const LoadedSlot &) = delete;
+    LoadedSlot &operator=(const LoadedSlot &) = delete;
+
+    const kvs_slot_result *operator->() const { return &result; }
+
+    Tokens tokens() const { return Tokens(result.tokens, result.tokens + result.n_token_kept); }
+
+    Checkpoints checkpoints() const {
+        Checkpoints restored;
+        for (size_t i = 0; i < result.n_checkpoint; ++i) {
+            const kvs_slot_checkpoint &from = result.checkpoints[i];
+            restored[size_t(from.n_tokens)] = {from.pos_min, from.pos_max,
+                                               Bytes(from.target, from.target + from.target_size)};
+        }
+        return restored;
+    }
+
+private:
+    kvs_slot_result result = kvs_slot_result_default();
+};
 
 // An attention cache whose layers are all alike.
 inline kvs_kv_params kv_params(uint32_t kv_size, const std::vector<kvs_kv_layer_params> &layers) {
@@ -157,10 +238,36 @@ public:
         check(kvs_state_seq_set_data_ext(ctx(), state.data(), state.size(), seq, flags));
     }
 
-    Snapshot snapshot(kvs_seq_id seq) {
-        kvs_snapshot *taken = nullptr;
-        check(kvs_snapshot_take(ctx(), seq, KVS_STATE_SEQ_FLAGS_NONE, &taken));
-        return Snapshot(taken);
+    Checkpoint checkpoint(kvs_seq_id seq) {
+        return {kvs_memory_seq_pos_min(memory(), seq), kvs_memory_seq_pos_max(memory(), seq),
+                save(seq, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY)};
+    }
+
+    // Whose states these are: of use to an engine with the same weights and settings alone. Of a model that
+    // has a file, that would be named too.
+    Fingerprint fingerprint() const {
+        const std::string values[] = {std::to_string(model.seed), std::to_string(Transformer::n_layer),
+                                      std::to_string(Transformer::n_embd), std::to_string(n_swa)};
+        const kvs_setting settings[] = {{"seed", values[0].c_str()},   {"n_layer", values[1].c_str()},
+                                        {"n_embd", values[2].c_str()}, {"n_swa", values[3].c_str()},
+                                        {"type_k", "f32"},             {"type_v", "f32"}};
+        Fingerprint fingerprint;
+        check(kvs_fingerprint(nullptr, 0, settings, std::size(settings), fingerprint.data()));
+        return fingerprint;
+    }
+
+    // Returns the size of the file.
+    size_t save_slot(const std::string &file, kvs_seq_id seq, const SlotToSave &slot) {
+        size_t size = 0;
+        check(kvs_slot_save(ctx(), file.c_str(), seq, slot.get(), &size));
+        return size;
+    }
+
+    // The same on a thread of its own, of the slot as it is now.
+    Job save_slot_start(const std::string &file, kvs_seq_id seq, const SlotToSave &slot) {
+        kvs_job *job = nullptr;
+        check(kvs_slot_save_start(ctx(), file.c_str(), seq, slot.get(), nullptr, &job));
+        return Job(job);
     }
 
     void remove_tail(kvs_seq_id seq, kvs_pos from) { check(kvs_memory_seq_rm(memory(), seq, from, -1)); }

@@ -1,5 +1,5 @@
-// The KV cache of a model with sliding-window attention: filled, saved to memory and to a file, brought back.
-// It takes no arguments, and writes only below a temporary directory of its own.
+// The KV cache of a model with sliding-window attention: filled, saved to memory and to a slot file, brought
+// back. It takes no arguments, and writes only below a temporary directory of its own.
 
 #include <cstdio>
 #include <cstdlib>
@@ -70,21 +70,44 @@ int main() try {
     // To memory and back: all of it, and the part that seq_rm cannot bring back (the window).
     std::vector<uint8_t> state(kvs_state_seq_get_size(ctx, 0));
     check(kvs_state_seq_get_data(ctx, state.data(), state.size(), 0) == state.size());
-    const size_t checkpoint = kvs_state_seq_get_size_ext(ctx, 0, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    const kvs_state_seq_flags partial = KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY;
+    std::vector<uint8_t> window(kvs_state_seq_get_size_ext(ctx, 0, partial));
+    check(kvs_state_seq_get_data_ext(ctx, window.data(), window.size(), 0, partial) == window.size());
     kvs_memory_clear(kvs_get_memory(ctx), true);
     check(kvs_state_seq_set_data(ctx, state.data(), state.size(), 0) == state.size());
-    std::printf("state: %zu bytes, checkpoint: %zu bytes\n", state.size(), checkpoint);
+    std::printf("state: %zu bytes, checkpoint: %zu bytes\n", state.size(), window.size());
 
-    // To a slot file, as llama-server writes them, and back.
+    // To a slot file with a checkpoint, and back. llama.cpp reads it too.
     std::string directory = std::filesystem::temp_directory_path() / "kvstate-example-XXXXXX";
     if (mkdtemp(directory.data()) == nullptr) throw std::runtime_error("no temporary directory");
     const std::string file = directory + "/example.slot";
-    const size_t file_size = kvs_state_seq_save_file(ctx, file.c_str(), 0, tokens.data(), n_tokens);
-    check(file_size != 0);
-    size_t n_loaded = 0;
-    check(kvs_state_seq_load_file(ctx, file.c_str(), 0, tokens.data(), n_tokens, &n_loaded) == file_size);
-    std::printf("file: %zu bytes, %zu tokens, last position %d\n", file_size, n_loaded,
-                kvs_memory_seq_pos_max(kvs_get_memory(ctx), 0));
+    kvs_slot_checkpoint checkpoint = kvs_slot_checkpoint_default();
+    checkpoint.n_tokens = n_tokens;
+    checkpoint.pos_max = kvs_pos(n_tokens) - 1;
+    checkpoint.target = window.data();
+    checkpoint.target_size = window.size();
+    const std::string model = "the fingerprint of your model";  // kvs_fingerprint makes one
+    const auto identity = reinterpret_cast<const uint8_t *>(model.data());
+    kvs_slot_save_params save = kvs_slot_save_default_params();
+    save.tokens = tokens.data();
+    save.n_tokens = n_tokens;
+    save.checkpoints = &checkpoint;
+    save.n_checkpoint = 1;
+    save.identity.model = identity;
+    save.identity.model_size = model.size();
+    size_t file_size = 0;
+    check(kvs_slot_save(ctx, file.c_str(), 0, &save, &file_size) == KVS_STATUS_OK);
+
+    kvs_memory_clear(kvs_get_memory(ctx), true);
+    kvs_slot_load_params load = kvs_slot_load_default_params();
+    load.verify = KVS_VERIFY_FULL;
+    load.require = KVS_REQUIRE_IDENTITY | KVS_REQUIRE_CHECKSUMS;
+    load.identity = save.identity;
+    kvs_slot_result result = kvs_slot_result_default();
+    check(kvs_slot_load(ctx, file.c_str(), 0, &load, &result) == KVS_STATUS_OK);
+    const std::unique_ptr<kvs_slot_result, void (*)(kvs_slot_result *)> loaded(&result, kvs_slot_result_free);
+    std::printf("file: %zu bytes, %zu tokens kept, positions %d to %d, %zu checkpoint\n", file_size,
+                loaded->n_token_kept, loaded->pos_min, loaded->pos_max, loaded->n_checkpoint);
     std::filesystem::remove_all(directory);
 
     // Bytes that are no whole state are refused, and the cache keeps what it held.

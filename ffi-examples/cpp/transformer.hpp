@@ -75,8 +75,10 @@ public:
     static constexpr uint32_t n_embd_kv = n_embd_head * n_head_kv;
     static constexpr uint32_t n_ff = 128;
 
+    const uint32_t seed;  // of the weights
+
     explicit Transformer(uint32_t seed)
-        : random(seed), embedding(random, n_vocab, n_embd), output(random, n_vocab, n_embd) {
+        : seed(seed), random(seed), embedding(random, n_vocab, n_embd), output(random, n_vocab, n_embd) {
         for (uint32_t il = 0; il < n_layer; ++il) {
             layers.emplace_back(random);
         }
