@@ -8,9 +8,12 @@ memory then, or at the end of a with. Results have the names of kvstate.h, which
 """
 
 from ._library import KvsError
+from .autosave import Autosave, AutosavedSlot, Restored
+from .checkpoints import Checkpoint, Checkpoints, CheckpointVerdict, Resumed
 from .constants import *
 from .context import Context, LoadedRange, RewindObstacle
 from .devices import PinnedBuffer, device_check
 from .jobs import Job
 from .sections import Dsv4, Kv, Layer, Recurrent, RecurrentLayer, Shared, row_size
+from .slot_files import SlotCheckpoint, SlotIdentity, SlotResult, fingerprint, slot_load, slot_save, slot_save_start
 from .snapshots import Snapshot

@@ -94,12 +94,16 @@ def i32s(values):
     return (C.c_int32 * len(values)).from_buffer_copy(values)
 
 
+def c_string(value):
+    """Bytes, or a str as UTF-8, as C takes it: up to its end, which the first NUL would be."""
+    value = value.encode() if isinstance(value, str) else bytes(value)
+    if b"\0" in value:
+        raise ValueError(f"{value!r} has a NUL within")
+    return value
+
+
 def path_bytes(path):
-    """A path as C takes it, which ends at the first NUL."""
-    path = os.fsencode(path)
-    if b"\0" in path:
-        raise ValueError("a path has no NUL")
-    return path
+    return c_string(os.fsencode(path))
 
 
 def text(value):

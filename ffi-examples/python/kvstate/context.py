@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from . import _structs as S
 from ._handle import Handle
-from ._library import by_status, check, checked, i32s, init, lib, path_bytes, pointer, text, writable
+from ._library import by_status, c_string, check, checked, i32s, init, lib, path_bytes, pointer, text, writable
 from .constants import DEVICE_HOST, FLAGS_NONE
 from .sections import Kv, Recurrent, row_size
 from .snapshots import Snapshot
@@ -50,7 +50,7 @@ class Context(Handle):
         for struct, section in zip(structs, self.sections):
             checked(lib.kvs_section_params_init(C.byref(struct), C.sizeof(struct)))
             section._describe(struct)
-        fields.update(n_seq_max=n_seq_max, unified=unified, sections=structs, n_section=len(structs), arch=arch.encode())
+        fields.update(n_seq_max=n_seq_max, unified=unified, sections=structs, n_section=len(structs), arch=c_string(arch))
         params = init(S.ContextParams, **fields)
         if shift is not None:
             self._shift = params.shift = S.ShiftCallback(_shift_callback(shift))
