@@ -96,7 +96,9 @@ def i32s(values):
 
 def c_string(value):
     """Bytes, or a str as UTF-8, as C takes it: up to its end, which the first NUL would be."""
-    value = value.encode() if isinstance(value, str) else bytes(value)
+    value = value.encode() if isinstance(value, str) else value
+    if not isinstance(value, bytes):
+        raise TypeError(f"str or bytes are expected, not {type(value).__name__}")
     if b"\0" in value:
         raise ValueError(f"{value!r} has a NUL within")
     return value
