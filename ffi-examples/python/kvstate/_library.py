@@ -67,7 +67,7 @@ def init(struct, **fields):
 def pointer(buffer):
     """Address and size of a bytes-like object, and what keeps it alive."""
     if isinstance(buffer, bytes):
-        return C.cast(buffer, C.c_void_p), len(buffer), buffer
+        return C.cast(buffer, C.c_void_p).value, len(buffer), buffer
     view = memoryview(buffer)
     if view.readonly or view.nbytes == 0:
         return pointer(bytes(view))
@@ -84,8 +84,9 @@ def writable(buffer):
 
 def _writable(view):
     view = view.cast("B")
-    array_of_bytes = (C.c_uint8 * len(view)).from_buffer(view)
-    return C.cast(array_of_bytes, C.c_void_p), len(view), array_of_bytes
+    memory = (C.c_uint8 * len(view)).from_buffer(view)
+    # cast would make a cycle of it, and keep the buffer until the garbage collector comes by.
+    return C.addressof(memory), len(view), memory
 
 
 def i32s(values):

@@ -234,7 +234,8 @@ class Context(Handle):
     def state_seq_get_data(self, seq_id, flags=FLAGS_NONE):
         """The state of a sequence, as bytes."""
         data = bytearray(self.state_seq_get_size(seq_id, flags))
-        return bytes(data[: self.state_seq_get_data_into(data, seq_id, flags)])
+        self.state_seq_get_data_into(data, seq_id, flags)
+        return bytes(data)
 
     def state_seq_get_data_into(self, buffer, seq_id, flags=FLAGS_NONE):
         """Writes the state into a writable buffer; returns its size."""
@@ -273,9 +274,8 @@ class Context(Handle):
         """The state of the positions p0 <= pos < p1 (-1: from 0, to the end), as bytes; FLAGS_APPEND adds it to others."""
         data = bytearray(self.state_seq_get_size_range(seq_id, p0, p1, flags))
         address, size, _alive = pointer(data)
-        written = lib.kvs_state_seq_get_data_range(self._handle, address, size, seq_id, p0, p1, flags)
-        check(written)
-        return bytes(data[:written])
+        check(lib.kvs_state_seq_get_data_range(self._handle, address, size, seq_id, p0, p1, flags))
+        return bytes(data)
 
     def state_seq_save_file_range(self, path, seq_id, p0=-1, p1=-1, tokens=()):
         """Writes the positions p0 <= pos < p1 and the tokens as they are to a file; returns the size of the file."""
@@ -302,9 +302,8 @@ class Context(Handle):
         check(size)
         data = bytearray(size)
         address, size, _alive = pointer(data)
-        written = lib.kvs_state_get_data(self._handle, address, size)
-        check(written)
-        return bytes(data[:written])
+        check(lib.kvs_state_get_data(self._handle, address, size))
+        return bytes(data)
 
     def state_set_data(self, state):
         """Replaces all sequences; returns the bytes consumed."""

@@ -152,7 +152,7 @@ def _set_identity(params, alive, identity):
 def _set_bytes(struct, alive, **fields):
     for name, buffer in fields.items():
         address, size, kept = pointer(buffer)
-        setattr(struct, name, address.value)
+        setattr(struct, name, address)
         setattr(struct, f"{name}_size", size)
         alive.append(kept)
 
