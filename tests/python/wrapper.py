@@ -77,7 +77,7 @@ layer = kvstate.Layer(2, 2, rope=dict(n_embd_head=2, freq_factors=[1 / math.pi])
 with kvstate.Context([kvstate.Kv(8, [layer])]) as ctx:
     ctx.decode(range(5))
     k, _ = ctx.planes(0, 0)
-    k[4][:] = struct.pack("<2e", 1, 2)
+    k[4][:] = list(struct.pack("<2e", 1, 2))
     ctx.seq_add(0, 4, -1, 1)
     ctx.shift_apply()
     assert struct.unpack("<2e", bytes(k[4])) == (-1, -2)
