@@ -629,6 +629,13 @@ fn python() -> Option<Command> {
     Some(python)
 }
 
+/// Runs a script of tests/python with caches in host memory, and again with caches on an emulated device.
+fn in_python_on_the_host_and_on_a_device(script: &str) {
+    let Some(mut python) = python() else { return };
+    run(python.arg(repo(&format!("tests/python/{script}.py"))));
+    run(with_devices(&mut python));
+}
+
 #[test]
 fn the_states_of_the_python_example_are_those_of_the_c_example() {
     let Some(mut python) = python() else { return };
@@ -644,14 +651,7 @@ fn the_states_of_the_python_example_are_those_of_the_c_example() {
 
 #[test]
 fn the_python_wrapper_takes_buffers_raises_errors_shifts_and_saves_in_the_background() {
-    let Some(mut python) = python() else { return };
-    run(python.arg(repo("tests/python/wrapper.py")));
-}
-
-#[test]
-fn the_python_wrapper_does_the_same_on_a_device() {
-    let Some(mut python) = python() else { return };
-    run(with_devices(python.arg(repo("tests/python/wrapper.py"))));
+    in_python_on_the_host_and_on_a_device("wrapper");
 }
 
 #[test]
@@ -683,12 +683,6 @@ fn handles_that_are_closed_and_wrong_arguments_raise_in_python() {
 fn the_structs_of_the_python_wrapper_are_those_of_the_header() {
     let Some(mut python) = python() else { return };
     run(python.arg(repo("tests/python/structs.py")).arg(repo("include")));
-}
-
-fn in_python_on_the_host_and_on_a_device(script: &str) {
-    let Some(mut python) = python() else { return };
-    run(python.arg(repo(&format!("tests/python/{script}.py"))));
-    run(with_devices(&mut python));
 }
 
 #[test]

@@ -195,7 +195,7 @@ del job
 gc.collect()
 assert gate.open.is_set()
 
-# Closed while another thread waits for it: not before the wait has ended.
+# Another thread waits for it.
 gate = Gate()
 job = kvstate.slot_save_start(ctx, "gone.bin", 0, gate)
 ended = []

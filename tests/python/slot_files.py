@@ -61,6 +61,7 @@ fails(1, "no GGUF and no setting", kvstate.fingerprint)
 fails(kvstate.STATUS_IO, "missing.gguf", kvstate.fingerprint, ["missing.gguf"])
 raises(ValueError, kvstate.fingerprint, [model], {"type\0k": "f16"})
 raises(TypeError, kvstate.fingerprint, [model], {"n": 5})
+raises(TypeError, kvstate.fingerprint, model)
 
 # Everything is saved, and comes back in contexts that are new.
 

@@ -4,7 +4,7 @@
 class Handle:
     """Something of the library's. close frees it, once; so do the end of a with and the garbage collector.
 
-    Calls of a closed one raise KvsError.
+    No other thread may be in a call of it then. Calls of a closed one raise KvsError.
     """
 
     _handle = None

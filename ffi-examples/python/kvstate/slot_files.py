@@ -53,6 +53,8 @@ class SlotResult:
 
 def fingerprint(ggufs=(), settings=()):
     """The fingerprint, 32 bytes, of a model's GGUF files, by path, and of settings: a dict or pairs of str."""
+    if isinstance(ggufs, (str, bytes)):
+        raise TypeError("ggufs is a list of paths")
     paths = [path_bytes(path) for path in ggufs]
     pairs = list(settings.items() if hasattr(settings, "items") else settings)
     paths = (C.c_char_p * len(paths))(*paths)
