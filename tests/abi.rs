@@ -629,6 +629,13 @@ fn python() -> Option<Command> {
     Some(python)
 }
 
+/// Runs a script of tests/python with caches in host memory, and again with caches on an emulated device.
+fn in_python_on_the_host_and_on_a_device(script: &str) {
+    let Some(mut python) = python() else { return };
+    run(python.arg(repo(&format!("tests/python/{script}.py"))));
+    run(with_devices(&mut python));
+}
+
 #[test]
 fn the_states_of_the_python_example_are_those_of_the_c_example() {
     let Some(mut python) = python() else { return };
@@ -644,21 +651,38 @@ fn the_states_of_the_python_example_are_those_of_the_c_example() {
 
 #[test]
 fn the_python_wrapper_takes_buffers_raises_errors_shifts_and_saves_in_the_background() {
-    let Some(mut python) = python() else { return };
-    run(python.arg(repo("tests/python/wrapper.py")));
-}
-
-#[test]
-fn the_python_wrapper_does_the_same_on_a_device() {
-    let Some(mut python) = python() else { return };
-    run(with_devices(python.arg(repo("tests/python/wrapper.py"))));
+    in_python_on_the_host_and_on_a_device("wrapper");
 }
 
 #[test]
 fn the_python_wrapper_describes_sections_of_every_kind() {
+    in_python_on_the_host_and_on_a_device("sections");
+}
+
+#[test]
+fn the_python_wrapper_saves_and_loads_slot_files() {
+    in_python_on_the_host_and_on_a_device("slot_files");
+}
+
+#[test]
+fn the_python_wrapper_takes_ranges_and_goes_back_to_checkpoints() {
+    in_python_on_the_host_and_on_a_device("ranges");
+}
+
+#[test]
+fn the_python_wrapper_keeps_slots_in_a_folder() {
+    in_python_on_the_host_and_on_a_device("autosave");
+}
+
+#[test]
+fn handles_that_are_closed_and_wrong_arguments_raise_in_python() {
+    in_python_on_the_host_and_on_a_device("misuse");
+}
+
+#[test]
+fn the_structs_of_the_python_wrapper_are_those_of_the_header() {
     let Some(mut python) = python() else { return };
-    run(python.arg(repo("tests/python/sections.py")));
-    run(with_devices(&mut python));
+    run(python.arg(repo("tests/python/structs.py")).arg(repo("include")));
 }
 
 #[test]

@@ -261,13 +261,24 @@ fn the_cpp_example_takes_a_checkpoint_of_the_window_alone() {
 
 #[test]
 fn the_python_example_saves_restores_and_is_refused() {
-    let printed = run(Command::new("python3")
-        .args(["-c", &example("python")])
-        .env("PYTHONPATH", repo("ffi-examples/python"))
-        .env("PYTHONDONTWRITEBYTECODE", "1")
-        .env("KVSTATE_LIB", cc::dylib()));
+    let printed = run_python("python");
     assert!(printed.contains("bytes, positions 0 to 2"), "{printed}");
     assert!(printed.contains("refused: truncated state"), "{printed}");
+}
+
+#[test]
+fn the_python_example_of_a_slot_outlives_its_run() {
+    assert_eq!(run_python("python slots"), "restored 35 tokens\npositions 0 to 19\n");
+}
+
+fn run_python(language: &str) -> String {
+    let dir = temp_dir();
+    run(Command::new("python3")
+        .args(["-c", &example(language)])
+        .current_dir(dir.path())
+        .env("PYTHONPATH", repo("ffi-examples/python"))
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .env("KVSTATE_LIB", cc::dylib()))
 }
 
 /// The cells of the line of a table that begins with `name`.

@@ -1,24 +1,14 @@
-"""ffi-examples/python/kvstate.py: sections of every kind, where TEST_DEVICE says.
+"""ffi-examples/python/kvstate: sections of every kind, where TEST_DEVICE says.
 
 Run by tests/abi.rs, which sets PYTHONPATH.
 """
 
-import os
 import struct
 
 import kvstate
+from check import device, fails
 
-device = int(os.environ.get("TEST_DEVICE", kvstate.DEVICE_HOST))
 ROW = 4 * 6
-
-
-def fails(text, call, *arguments, **fields):
-    try:
-        call(*arguments, **fields)
-    except kvstate.KvsError as error:
-        assert (error.status, text in str(error)) == (1, True), (error.status, str(error))
-    else:
-        raise AssertionError(f"{call.__name__}{arguments} did not fail")
 
 
 def hybrid():
@@ -47,22 +37,26 @@ with hybrid() as ctx:
     assert ctx.can_seq_rm(0, 3) and ctx.seq_rm(0, 3)
     assert ctx.recurrent_state(1, 0) == dict(pos=2, row=2, rollback=1, n_older=0)
     assert state(3) in ctx.state_seq_get_data(0)
+    assert ctx.can_rewind(0, 3) and not ctx.can_rewind(0, 2)
+    assert ctx.rewind_obstacle(0, 2).kind == kvstate.REWIND_NO_STATE
 
     assert ctx.state_seq_set_data(blob, 1) == len(blob)
     found = ctx.recurrent_state(1, 1)
     assert (found["pos"], found["rollback"]) == (3, 0) and ctx.seq_pos_max(1) == 3
     assert ctx.recurrent_get(1, 1, kvstate.RECURRENT_R, found["row"] * ROW, ROW) == state(4)
-    fails("layer 0 has no elements", ctx.recurrent_get, 1, 0, kvstate.RECURRENT_S, 0, 4)
-    fails("section: 0 is kv, not recurrent", ctx.recurrent_state, 0, 0)
-    fails("section: 2 is out of range", ctx.section_kind, 2)
-    fails("seq_id 2", ctx.can_seq_rm, 2)
+    # llama.cpp's answer does not ask whether the plane holds a state, and after a restore none does.
+    assert ctx.seq_rm(1, 3) and ctx.recurrent_state(1, 1)["n_older"] == -1 and not ctx.can_rewind(1, 3)
+    fails(1, "layer 0 has no elements", ctx.recurrent_get, 1, 0, kvstate.RECURRENT_S, 0, 4)
+    fails(1, "section: 0 is kv, not recurrent", ctx.recurrent_state, 0, 0)
+    fails(1, "section: 2 is out of range", ctx.section_kind, 2)
+    fails(1, "seq_id 2", ctx.can_seq_rm, 2)
 
 # An indexer on the cells of its attention cache, and a draft's shared layers.
 attention, indexer = [kvstate.Kv(8, [kvstate.Layer(4, 0, device=device)], mirrors=mirrors) for mirrors in (-1, 0)]
 with kvstate.Context([attention, indexer, kvstate.Shared()]) as ctx:
     assert ctx.section_kind(2) == kvstate.SECTION_SHARED
     assert ctx.decode(range(3)) == [[0, 1, 2], [0, 1, 2], []]
-fails("mirrors: 0 is no attention cache before section 0", kvstate.Context, [indexer])
+fails(1, "mirrors: 0 is no attention cache before section 0", kvstate.Context, [indexer])
 
 
 def dsv4(**fields):
@@ -84,4 +78,4 @@ with dsv4() as ctx:
     assert ctx.dsv4_get(kvstate.DSV4_LID, kvstate.DSV4_K, 0, 0, 8) == bytes(8)
     assert ctx.state_seq_set_data(blob, 0) == len(blob)
     assert ctx.dsv4_get(kvstate.DSV4_LID, kvstate.DSV4_K, 0, 0, 8) == b"a row of"
-fails("dsv4.hca.n_embd_state: 0", dsv4, n_embd_state=0)
+fails(1, "dsv4.hca.n_embd_state: 0", dsv4, n_embd_state=0)

@@ -1,4 +1,4 @@
-"""ffi-examples/python/kvstate.py: buffers, errors, shifts; then snapshots, jobs and bytes of K and V where TEST_DEVICE says.
+"""ffi-examples/python/kvstate: buffers, errors, shifts; then snapshots, jobs and bytes of K and V where TEST_DEVICE says.
 
 Run by tests/abi.rs, which sets PYTHONPATH.
 """
@@ -11,16 +11,7 @@ import tempfile
 import threading
 
 import kvstate
-
-
-def fails(status, text, call, *arguments):
-    try:
-        call(*arguments)
-    except kvstate.KvsError as error:
-        assert (error.status, text in str(error)) == (status, True), (error.status, str(error))
-    else:
-        raise AssertionError(f"{call.__name__}{arguments} did not fail")
-
+from check import device, fails
 
 rotations = []
 
@@ -86,12 +77,11 @@ layer = kvstate.Layer(2, 2, rope=dict(n_embd_head=2, freq_factors=[1 / math.pi])
 with kvstate.Context([kvstate.Kv(8, [layer])]) as ctx:
     ctx.decode(range(5))
     k, _ = ctx.planes(0, 0)
-    k[4][:] = struct.pack("<2e", 1, 2)
+    k[4][:] = list(struct.pack("<2e", 1, 2))
     ctx.seq_add(0, 4, -1, 1)
     ctx.shift_apply()
     assert struct.unpack("<2e", bytes(k[4])) == (-1, -2)
     assert bytes(k[3]) == bytes(4)
-device = int(os.environ.get("TEST_DEVICE", kvstate.DEVICE_HOST))
 layer = kvstate.Layer(1024, 1024, kvstate.TYPE_F32, kvstate.TYPE_F32, device=device)
 ROW = kvstate.row_size(kvstate.TYPE_F32, 1024)
 
