@@ -845,11 +845,12 @@ typedef struct kvs_slot_result {
     const struct kvs_slot_checkpoint *checkpoints;
     // Their number.
     size_t n_checkpoint;
-    // Number of checkpoints in the file.
+    // Number of checkpoints in the file, of those that can be read: 0 if their part is damaged.
     size_t n_checkpoint_in_file;
     // KVS_SLOT_DRAFT_*.
     kvs_slot_draft draft;
-    // What was verified: KVS_VERIFY_NONE if the file has no checksums.
+    // What was verified: KVS_VERIFY_NONE if the file has no checksums. A damaged part behind the memory state is left out, and
+    // noted.
     kvs_verify verified;
     // Why the draft state was dropped; otherwise empty.
     const char *draft_reason;

@@ -655,6 +655,19 @@ fn a_pipe_of_the_name_of_the_manifest_is_a_note_and_the_files_count() {
     assert_eq!(loaded(&autosave, 0).tokens, TOKENS);
 }
 
+#[test]
+fn a_folder_of_the_name_of_a_slot_takes_no_room_and_no_slot_is_removed_for_it() {
+    let dir = left();
+    let bytes = fs::metadata(target_file(dir.path())).unwrap().len();
+    fs::create_dir(dir.path().join("auto-slot1.bin")).unwrap();
+    let params = kvstate::session::AutosaveParams { max_bytes: Some(bytes + 100), ..params(dir.path()) };
+    let autosave = Autosave::open(params).unwrap();
+    let notes = autosave.notes();
+    assert!(notes.len() == 1 && notes[0].ends_with("auto-slot1.bin: is a directory"), "{notes:?}");
+    assert_eq!(autosave.slots().iter().map(|slot| slot.slot_id).collect::<Vec<_>>(), [0]);
+    assert_eq!(loaded(&autosave, 0).tokens, TOKENS);
+}
+
 #[cfg(unix)]
 #[test]
 fn a_save_replaces_links_and_writes_nothing_outside_the_folder() {

@@ -177,7 +177,7 @@ fn what_is_no_gguf_of_version_2_or_3_is_refused() {
     assert_eq!(version(4), "unknown (magic, version) for GGUF file: 46554747, 00000004");
     // That of the other byte order.
     assert_eq!(version(3 << 24), "unknown (magic, version) for GGUF file: 46554747, 03000000");
-    assert_eq!(refusal(b"ggsq\x04\0\0\0"), "unknown (magic, version) for GGUF file: 71736767, 00000004");
+    assert_eq!(refusal(b"ggsq\x04\0\0\0"), "GGUF magic: 71736767 (expected 46554747)");
 }
 
 #[test]

@@ -254,6 +254,9 @@ pub(super) unsafe fn string<'a>(name: &str, ptr: *const c_char) -> Result<&'a CS
 pub(super) unsafe fn path<'a>(name: &str, ptr: *const c_char) -> Result<&'a Path> {
     // SAFETY: passed on.
     let text = unsafe { string(name, ptr) }?;
+    if text.is_empty() {
+        return Err(Error::arg(name, "names no file"));
+    }
     #[cfg(unix)]
     {
         use std::os::unix::ffi::OsStrExt;

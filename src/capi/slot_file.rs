@@ -273,11 +273,12 @@ pub struct kvs_slot_result {
     pub checkpoints: *const kvs_slot_checkpoint,
     /// Their number.
     pub n_checkpoint: usize,
-    /// Number of checkpoints in the file.
+    /// Number of checkpoints in the file, of those that can be read: 0 if their part is damaged.
     pub n_checkpoint_in_file: usize,
     /// KVS_SLOT_DRAFT_*.
     pub draft: kvs_slot_draft,
-    /// What was verified: KVS_VERIFY_NONE if the file has no checksums.
+    /// What was verified: KVS_VERIFY_NONE if the file has no checksums. A damaged part behind the memory state is left out, and
+    /// noted.
     pub verified: kvs_verify,
     /// Why the draft state was dropped; otherwise empty.
     pub draft_reason: *const c_char,

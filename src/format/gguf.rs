@@ -27,7 +27,10 @@ const MAX_DIMS: u32 = 4;
 pub fn skip_gguf_head(input: &mut impl BoundedRead) -> Result<u64> {
     let start = input.offset();
     let (magic, version) = (input.u32("GGUF magic")?, input.u32("GGUF version")?);
-    if magic != MAGIC || !matches!(version, 2 | 3) {
+    if magic != MAGIC {
+        return Err(Error::corrupt("GGUF magic", format_args!("{magic:08x}"), format_args!("{MAGIC:08x}")));
+    }
+    if !matches!(version, 2 | 3) {
         return Err(Error::UnknownVersion { kind: "GGUF", magic, version });
     }
     let (n_tensor, n_kv) = (input.u64("n_tensor")?, input.u64("n_kv")?);

@@ -159,13 +159,16 @@ impl Folder {
     /// it was used then, whatever the manifest says, and has to outlive what was used before.
     fn found(&self, slot_id: u32, recorded: Option<&Entry>) -> Result<Entry> {
         let path = target_path(&self.directory, slot_id);
+        let metadata = fs::metadata(&path).map_err(|source| io_error("look at", &path, source))?;
+        if metadata.is_dir() {
+            return Err(io_error("look at", &path, ErrorKind::IsADirectory.into()));
+        }
         if let Some(entry) = recorded
             && SavedFile::of(&path).ok() == entry.target
         {
             return Ok(entry.clone());
         }
-        let modified = fs::metadata(&path).and_then(|metadata| metadata.modified());
-        let modified = modified.map_err(|source| io_error("look at", &path, source))?;
+        let modified = metadata.modified().map_err(|source| io_error("look at", &path, source))?;
         let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
         let modified = u64::try_from(modified).map_or(LATEST_USE_MS, |ms| ms.min(LATEST_USE_MS));
         Ok(Entry {
@@ -190,7 +193,8 @@ impl Folder {
     /// Bytes of a slot's files, as they are: what a link points to is not in the folder.
     pub fn bytes_of(&self, slot_id: u32) -> u64 {
         let paths = [target_path(&self.directory, slot_id), sidecar_path(&self.directory, slot_id)];
-        paths.iter().filter_map(|path| fs::symlink_metadata(path).ok()).map(|metadata| metadata.len()).sum()
+        let found = paths.iter().filter_map(|path| fs::symlink_metadata(path).ok());
+        found.filter(|metadata| !metadata.is_dir()).map(|metadata| metadata.len()).sum()
     }
 
     /// Whether `need` bytes of a slot that was used at that time fit beside those of slots that were used later.

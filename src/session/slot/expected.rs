@@ -98,7 +98,7 @@ impl Expected {
                 if let Some(damage) = in_turn.damage.take_if(|_| self.unrecorded == Unrecorded::Refused) {
                     return Err(damage);
                 }
-                self.check_without()?;
+                self.check_without(in_turn.damage.as_ref())?;
                 notes.append(&mut said);
                 notes.push(NOTHING_COMPARED.to_owned());
                 return Ok(in_turn);
@@ -132,9 +132,12 @@ impl Expected {
         Verifier::new(self.verify, threads, progress)
     }
 
-    fn check_without(&self) -> Result<()> {
+    /// What is required of a file whose checksums were not found; `damage` is what may be the reason.
+    fn check_without(&self, damage: Option<&Error>) -> Result<()> {
         if self.require.contains(Require::CHECKSUMS) {
-            return Err(Error::corrupt("checksums", "none", "those of a slot file, which are required"));
+            let got =
+                damage.map_or_else(|| "none".to_owned(), |damage| format!("none that are whole: {damage}"));
+            return Err(Error::corrupt("checksums", got, "those of a slot file, which are required"));
         }
         self.check_model()
     }
