@@ -98,7 +98,11 @@ fn slot_file(from: &Path, inspected: Inspected<'_>, to: &Path, params: &ConvertP
         return Err(Error::arg("from", "does not say which layers are recurrent"));
     }
     let blob = appendices.draft.as_ref().map(|state| state.draft.clone()).filter(|blob| !blob.is_empty());
-    let mut draft = blob.map(|range| context_of_blob(slice(input, &range)?, params)).transpose()?;
+    let context_of_draft = |range| {
+        let input = slice(input, &range)?;
+        context_of_blob(Inspected { input, description: &inspect::blob(input)? }, params)
+    };
+    let mut draft = blob.map(context_of_draft).transpose()?;
     let identity =
         appendices.integrity.as_ref().map(|integrity| integrity.identity.clone()).unwrap_or_default();
     let slot = target.slot_load(
@@ -154,12 +158,13 @@ fn convert_blob(blob: Vec<u8>, name: &str, params: &ConvertParams) -> Result<Vec
         return Ok(blob);
     }
     let refused = |reason: String| Error::arg("from", format!("{name}: {reason}"));
-    let version = inspect::blob(&blob).map_err(|error| refused(error.to_string()))?.state.version;
-    if version != StateVersion::CURRENT {
-        let version = version.seq_version();
+    let description = inspect::blob(&blob).map_err(|error| refused(error.to_string()))?;
+    if description.state.version != StateVersion::CURRENT {
+        let version = description.state.version.seq_version();
         return Err(refused(format!("of version {version}, which cannot be restored")));
     }
-    let (mut context, seq_id) = context_of_blob(&blob, params)?;
+    let (mut context, seq_id) =
+        context_of_blob(Inspected { input: &blob, description: &description }, params)?;
     context.state_seq_set_data(&blob, seq_id, StateFlags::empty())?;
     let size = context.state_seq_get_size(seq_id, StateFlags::empty())?;
     let mut out =
@@ -176,10 +181,9 @@ fn context_of(state: &State, seq_id: SeqId, params: &ConvertParams) -> Result<Co
     Context::new(ContextParams { n_seq_max, unified, ..context_params(state, params)? })
 }
 
-fn context_of_blob(blob: &[u8], params: &ConvertParams) -> Result<(Context, SeqId)> {
-    let description = inspect::blob(blob)?;
-    let seq_id = seq_id_of(Inspected { input: blob, description: &description });
-    Ok((context_of(&description.state, seq_id, params)?, seq_id))
+fn context_of_blob(inspected: Inspected<'_>, params: &ConvertParams) -> Result<(Context, SeqId)> {
+    let seq_id = seq_id_of(inspected);
+    Ok((context_of(&inspected.description.state, seq_id, params)?, seq_id))
 }
 
 /// The sequence that a state says it is of, in its cells or its header: readers ignore it, but it stays what it was. 0 if no context

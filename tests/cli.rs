@@ -553,19 +553,18 @@ fn what_convert_cannot_do_says_why_and_leaves_the_file_that_was_there() {
     let output = files.run(&["convert", "slot.bin", "out.bin"]);
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("checkpoint 0, draft: "), "{}", text(&output.stderr));
-    let damaged = inspected_target(&files);
+    flip_a_bit_of_a_tensor(&files, "damaged.bin");
     let output = files.run(&["convert", "damaged.bin", "out.bin"]);
-    assert_eq!((output.status.code(), damaged), (Some(1), true));
+    assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("crc32c of the memory state"), "{}", text(&output.stderr));
     assert_eq!(fs::read(files.path("out.bin")).unwrap(), b"old");
 }
 
-/// Makes `damaged.bin`: a bit of a tensor is flipped. Whether `verify` says so.
-fn inspected_target(files: &Files) -> bool {
+/// Writes the slot file with this in its memory state.
+fn flip_a_bit_of_a_tensor(files: &Files, name: &str) {
     let found = files.json(&["inspect", "slot.bin", "--json"]);
     let at = &found["state"]["sections"][0]["streams"][0]["tensors"][0]["offset"];
-    files.damaged("damaged.bin", usize::try_from(at.as_u64().unwrap()).unwrap());
-    files.run(&["verify", "damaged.bin"]).status.code() == Some(3)
+    files.damaged(name, usize::try_from(at.as_u64().unwrap()).unwrap());
 }
 
 // Files that are written

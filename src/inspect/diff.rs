@@ -214,8 +214,6 @@ impl Diff {
         let (of_a, of_b) = (a.description, b.description);
         let all = |kind: Kind| if is_whole(kind) { "a whole context" } else { "one sequence" };
         self.field("input", "state of", all(of_a.kind), all(of_b.kind));
-        let version = |of: &Description| of.state.version.seq_version();
-        self.layout("memory state", "version", version(of_a), version(of_b));
         if let (Some(arch_a), Some(arch_b)) = (&of_a.arch, &of_b.arch) {
             self.field("input", "arch", arch_a.clone(), arch_b.clone());
         }
@@ -303,7 +301,9 @@ struct Pair {
 
 impl<'a> Compared<'a, '_> {
     fn sections(&mut self, found: &mut Diff) -> Result<()> {
-        let (a, b) = (&self.a.description.state.sections, &self.b.description.state.sections);
+        let (a, b) = (&self.a.description.state, &self.b.description.state);
+        found.layout("memory state", "version", a.version.seq_version(), b.version.seq_version());
+        let (a, b) = (&a.sections, &b.sections);
         found.field("memory state", "sections", a.len(), b.len());
         for (number, (a, b)) in a.iter().zip(b).enumerate() {
             self.section(found, number, a, b)?;
@@ -326,8 +326,6 @@ impl<'a> Compared<'a, '_> {
         let mut diff = Diff::default();
         let (a, b) = (Inspected { input: a, description: &of_a }, Inspected { input: b, description: &of_b });
         Compared { a, b, done: 0, total: 0, progress: None }.sections(&mut diff)?;
-        let version = |of: &Description| of.state.version.seq_version();
-        diff.layout("memory state", "version", version(&of_a), version(&of_b));
         if diff != Diff::default() {
             found.states.push(StateDiff { place, diff });
         }

@@ -209,9 +209,9 @@ static void what_makes_no_sense_is_refused(void) {
     kvs_token out[N_TOKENS] = {55};
     BAD(kvs_state_seq_load_file_range(ctx, "slot.bin", 3, 0, 4, 0, out, N_TOKENS, &n, &n_kept), 0, "seq_id 3 is out of range [0, 3)");
     BAD(kvs_state_seq_load_file_range(ctx, "slot.bin", 1, 0, 4, KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY, out, N_TOKENS, &n, &n_kept), 0,
-        "a file holds a whole state");
+        "flags: PARTIAL_ONLY: a file holds a whole state");
     BAD(kvs_state_seq_load_file_range(ctx, "slot.bin", 1, 0, 4, KVS_STATE_SEQ_FLAGS_ON_DEVICE | append_flag, out, N_TOKENS, &n, &n_kept),
-        0, "a file holds a whole state");
+        0, "flags: ON_DEVICE: a file holds a whole state");
     BAD(kvs_state_seq_load_file_range(ctx, "slot.bin", 1, 0, 4, unknown, out, N_TOKENS, &n, &n_kept), 0, "unknown state flags 0x4");
     FAILS(kvs_state_seq_load_file_range(ctx, "slot.bin", 0, 0, 4, append_flag, out, N_TOKENS, &n, &n_kept), 0,
           KVS_STATUS_POSITIONS_MEET, "position 0 of the state is not behind 11");

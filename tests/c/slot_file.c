@@ -163,6 +163,7 @@ static void what_makes_no_sense_begins_no_save(void) {
     kvs_job *job = NULL;
     NO_HANDLE_STATUS(kvs_slot_save_start(NULL, "slot.bin", 0, &params, NULL, &job));
     BAD_STATUS(kvs_slot_save_start(target, NULL, 0, &params, NULL, &job), "filename: NULL");
+    BAD_STATUS(kvs_slot_save_start(target, "", 0, &params, NULL, &job), "filename: names no file");
     BAD_STATUS(kvs_slot_save_start(target, "slot.bin", 0, &params, NULL, NULL), "job_out: NULL");
     kvs_transfer_params transfer = kvs_transfer_default_params();
     transfer.reserved = 1;
