@@ -118,10 +118,10 @@ impl Copy {
         for part in ["src", "cuda", "include", "tests", "build.rs", "Cargo.lock"] {
             copy_all(&repo(part), &copy.folder.join(part));
         }
-        // Nothing but a Rust library, and no dependency of other tests.
+        // Nothing but a Rust library, without what only the header and other tests depend on.
         let manifest = fs::read_to_string(repo("Cargo.toml")).expect("Cargo.toml");
         let manifest = manifest.replace(r#"["rlib", "cdylib", "staticlib"]"#, r#"["rlib"]"#);
-        let unused = ["cbindgen", "criterion", "proptest", "serde", "serde_json"];
+        let unused = ["cbindgen", "criterion", "proptest"];
         let is_kept = |line: &&str| !unused.iter().any(|name| line.starts_with(&format!("{name} = ")));
         let lines: Vec<_> = manifest.lines().filter(is_kept).collect();
         let manifest = lines.join("\n").replace("[[bench]]", "[[package.metadata.bench]]");
