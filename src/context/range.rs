@@ -21,11 +21,7 @@ impl Context {
     /// # Errors
     /// [`Error::SeqId`], [`Error::CannotCut`].
     pub fn state_seq_get_size_range(&self, seq_id: SeqId, range: PosRange, flags: StateFlags) -> Result<u64> {
-        let params = self.range_params(self.seq(seq_id)?, range, flags)?;
-        let mut sink = CountSink::default();
-        self.memory.state_write(&mut sink, params)?;
-        let tensors = if flags.contains(StateFlags::ON_DEVICE) { 0 } else { sink.tensors };
-        Ok(SEQ_BLOB_HEADER_LEN + sink.metadata + tensors)
+        self.blob_len(self.range_params(self.seq(seq_id)?, range, flags)?)
     }
 
     /// Writes the state of a sequence to the start of `dst`; returns its size. With
@@ -54,7 +50,7 @@ impl Context {
         flags: StateFlags,
     ) -> Result<usize> {
         let params = self.range_params(self.seq(seq_id)?, range, flags)?;
-        let need = self.state_seq_get_size_range(seq_id, range, flags)?;
+        let need = self.blob_len(params)?;
         let dst = fitting(dst, need)?;
         self.check_streams_of(params)?;
         self.apply_shifts_before(params)?;
@@ -124,6 +120,13 @@ impl Context {
         self.generation += 1;
         self.memory.state_commit(&plan, &self.transfer, None)?;
         Ok(consumed(&plan))
+    }
+
+    fn blob_len(&self, params: WriteParams) -> Result<u64> {
+        let mut sink = CountSink::default();
+        self.memory.state_write(&mut sink, params)?;
+        let tensors = if params.flags.contains(StateFlags::ON_DEVICE) { 0 } else { sink.tensors };
+        Ok(SEQ_BLOB_HEADER_LEN + sink.metadata + tensors)
     }
 
     fn range_params(&self, seq: Seq, range: PosRange, flags: StateFlags) -> Result<WriteParams> {
