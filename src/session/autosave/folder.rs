@@ -25,6 +25,10 @@ use crate::session::{seq_file_token_count, temporary};
 
 const LOCK_NAME: &str = "auto-slots.lock";
 
+/// Milliseconds that the time of a file may lie before it was written: Linux takes that of the clock's last tick, of which there are at
+/// least 100 a second.
+const FILE_CLOCK_MS: u64 = 10;
+
 /// What keeps others out of the folder.
 #[derive(Debug)]
 enum Lock {
@@ -170,7 +174,8 @@ impl Folder {
         }
         let modified = metadata.modified().map_err(|source| io_error("look at", &path, source))?;
         let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default().as_millis();
-        let modified = u64::try_from(modified).map_or(LATEST_USE_MS, |ms| ms.min(LATEST_USE_MS));
+        let modified =
+            u64::try_from(modified).unwrap_or(u64::MAX).saturating_add(FILE_CLOCK_MS).min(LATEST_USE_MS);
         Ok(Entry {
             slot_id,
             // What is no slot file takes room all the same, and has no tokens.
