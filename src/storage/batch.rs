@@ -194,6 +194,9 @@ impl Fetched {
 /// # Errors
 /// [`Error::OutOfMemory`], [`Error::Device`], [`Error::StreamCapturing`].
 pub fn reserve(batch: &[Placed<'_>], transfer: &Transfer) -> Result<()> {
+    if batch.iter().all(|part| part.plane.on_device().is_none()) {
+        return Ok(());
+    }
     let wanted = WantedBatch::new(batch.iter().copied())?;
     let narrowed = wanted.narrow(batch.iter().copied()).filter(|part| part.map.n_cells() > 0);
     let on_device: Vec<_> = narrowed.filter(|part| part.plane.on_device().is_some()).collect();
