@@ -685,6 +685,30 @@ typedef struct kvs_checkpoints_params {
     uint32_t reserved;
 } kvs_checkpoints_params;
 
+// A context checkpoint: where in the sequence it was taken, and its states. Fill with kvs_slot_checkpoint_init first.
+typedef struct kvs_slot_checkpoint {
+    // sizeof(kvs_slot_checkpoint), set by the init call.
+    size_t struct_size;
+    // Tokens before it, at least 0.
+    int64_t n_tokens;
+    // Positions of the sequence then.
+    kvs_pos pos_min;
+    // At least pos_min.
+    kvs_pos pos_max;
+    // State of the target, taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY; never empty.
+    const uint8_t *target;
+    // Bytes of target.
+    size_t target_size;
+    // State of the draft model; may be empty.
+    const uint8_t *draft;
+    // Bytes of draft.
+    size_t draft_size;
+    // State of the speculative driver; may be empty.
+    const uint8_t *driver;
+    // Bytes of driver.
+    size_t driver_size;
+} kvs_slot_checkpoint;
+
 // A partial state to go back to.
 typedef struct kvs_checkpoint {
     // Tokens of the history then, as the caller counts them.
@@ -714,30 +738,6 @@ typedef struct kvs_setting {
     // Its value.
     const char *value;
 } kvs_setting;
-
-// A context checkpoint: where in the sequence it was taken, and its states. Fill with kvs_slot_checkpoint_init first.
-typedef struct kvs_slot_checkpoint {
-    // sizeof(kvs_slot_checkpoint), set by the init call.
-    size_t struct_size;
-    // Tokens before it, at least 0.
-    int64_t n_tokens;
-    // Positions of the sequence then.
-    kvs_pos pos_min;
-    // At least pos_min.
-    kvs_pos pos_max;
-    // State of the target, taken with KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY; never empty.
-    const uint8_t *target;
-    // Bytes of target.
-    size_t target_size;
-    // State of the draft model; may be empty.
-    const uint8_t *draft;
-    // Bytes of draft.
-    size_t draft_size;
-    // State of the speculative driver; may be empty.
-    const uint8_t *driver;
-    // Bytes of driver.
-    size_t driver_size;
-} kvs_slot_checkpoint;
 
 // Whose state a slot file holds, any bytes. What is empty is not said.
 typedef struct kvs_slot_identity {
@@ -1545,7 +1545,8 @@ size_t kvs_state_seq_save_file_range(struct kvs_context *ctx,
 //
 // If p1 cuts the state, the sequence can go on at p1, as kvs_memory_can_rewind says it; otherwise the call is refused with
 // KVS_STATUS_CANNOT_CUT: a recurrent state knows its end alone, and a window may have lost what a token at p1 sees. A
-// checkpoint is the way back there.
+// checkpoint is the way back there. Only the end is looked at: with p0 > 0 and flags NONE the sequence is a piece
+// without its beginning, and its next tokens attend to that piece alone.
 size_t kvs_state_seq_load_file_range(struct kvs_context *ctx,
                                      const char *filepath,
                                      kvs_seq_id dest_seq_id,
@@ -1815,6 +1816,15 @@ kvs_status kvs_checkpoints_take(struct kvs_checkpoints *checkpoints,
                                 struct kvs_context *ctx,
                                 int64_t n_tokens);
 
+// Adds a checkpoint that was taken before, such as one that kvs_slot_load gave back, for the sequence that was restored with it: its
+// target is copied to host memory and stays there; its draft and driver are the caller's. pos_min is taken from the state, where that
+// has positions. One with the same pos_max is replaced; then others make room as in kvs_checkpoints_take, or this one itself. Fails
+// for a pos_max behind the end of the sequence or other than the state's, and as kvs_state_seq_set_data for a state that cannot be
+// restored into ctx; ctx does not change, and no checkpoint is lost then.
+kvs_status kvs_checkpoints_put(struct kvs_checkpoints *checkpoints,
+                               const struct kvs_context *ctx,
+                               const struct kvs_slot_checkpoint *checkpoint);
+
 // Brings the sequence back to the largest position, at most pos, from which it can go on as in a fresh run: it is cut as it is,
 // or the best checkpoint is restored and cut. pos is the first position whose token is another one, or is to be computed again
 // for its logits. The sequence then holds exactly the positions below *pos_out; 0: nothing served, it is empty. *n_tokens_out
@@ -1841,6 +1851,13 @@ size_t kvs_checkpoints_size(const struct kvs_checkpoints *checkpoints);
 kvs_status kvs_checkpoints_get(const struct kvs_checkpoints *checkpoints,
                                size_t index,
                                struct kvs_checkpoint *checkpoint_out);
+
+// Writes the state of the checkpoint at an index, kvs_checkpoint.size bytes, as kvs_state_seq_get_data with
+// KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY wrote it then: the target of a kvs_slot_checkpoint. Returns its size. 0: failed. Const.
+size_t kvs_checkpoints_get_data(const struct kvs_checkpoints *checkpoints,
+                                size_t index,
+                                uint8_t *dst,
+                                size_t size);
 
 // What the checkpoint at an index is worth if the history diverges at pos. Changes nothing. Const.
 kvs_status kvs_checkpoints_verdict(const struct kvs_checkpoints *checkpoints,

@@ -473,6 +473,8 @@ c_tests! { checkpoint on_the_host_and_on_devices:
     a_checkpoint_says_why_it_does_not_serve,
     checkpoints_keep_to_their_number_and_bytes,
     checkpoints_outlive_their_context,
+    checkpoints_go_through_a_slot_file_to_another_context,
+    a_checkpoint_that_does_not_belong_to_the_sequence_is_refused,
     parameters_that_make_no_sense_are_refused,
     arguments_out_of_range_change_nothing,
     a_handle_that_is_none_fails_every_call,

@@ -14,6 +14,7 @@ use autosaves::{
     Held, cold, loaded, names, open, params, restore, restore_into, save, save_in_background, slot_ids,
     with_slot,
 };
+use kvstate::format::Identity;
 use kvstate::session::{
     Autosave, AutosaveParams, DraftOutcome, Restored, SlotContents, SlotLoadParams, Verify,
 };
@@ -334,13 +335,29 @@ fn a_slot_of_another_model_is_a_cold_start_and_nothing_changes() {
     save(&autosave, 0, &TOKENS);
     let (mut into, mut draft) = (busy_target(), busy_draft());
     let before = (image(&into), image(&draft));
-    let other = kvstate::format::Identity { model: b"another".to_vec(), ..identity() };
+    let other = Identity { model: b"another".to_vec(), ..identity() };
     let load = SlotLoadParams { draft: Some((&mut draft, 0)), identity: other, ..SlotLoadParams::default() };
     let Restored::Cold(notes) = autosave.restore(0, &mut into, 1, load).unwrap() else { panic!("restored") };
     let reason = "failed to restore sequence state: model: the state has 'gemma 3', the cache 'another' \
                   (identity of the slot file)";
     assert_eq!(notes, [reason]);
     assert!((image(&into), image(&draft)) == before);
+}
+
+#[test]
+fn a_slot_that_names_a_model_is_restored_for_a_caller_that_names_none_and_says_so() {
+    let (_dir, autosave) = opened();
+    save(&autosave, 0, &TOKENS);
+    let nameless = Identity { model: Vec::new(), ..identity() };
+    let (mut into, mut draft) = (busy_target(), busy_draft());
+    let load =
+        SlotLoadParams { draft: Some((&mut draft, 0)), identity: nameless, ..SlotLoadParams::default() };
+    let Restored::Slot(slot) = autosave.restore(0, &mut into, 1, load).unwrap() else { panic!("cold") };
+    assert_eq!(slot.notes, ["the file names a model, the caller none: not compared"]);
+    assert_eq!(
+        (slot.tokens, into.seq_pos_max(1).unwrap()),
+        (TOKENS.to_vec(), target().seq_pos_max(0).unwrap())
+    );
 }
 
 #[test]

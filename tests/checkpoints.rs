@@ -11,8 +11,9 @@ mod support;
 mod transformer;
 
 use kvstate::context::{Checkpoint, CheckpointMemory, Checkpoints, CheckpointsParams, Resumed, Verdict};
+use kvstate::format::CheckpointSpan;
 use kvstate::memory::KvParams;
-use kvstate::types::{Pos, SeqId, Swa, SwaType};
+use kvstate::types::{Pos, SeqId, StateFlags, Swa, SwaType};
 use kvstate::{Context, Status};
 use proptest::prelude::*;
 use support::{PARTIAL, decode, generate, image, is_intact, iswa, kv, place, positions, restore, save};
@@ -291,6 +292,147 @@ fn a_checkpoint_without_room_says_so_and_the_sequence_is_emptied() {
     assert_eq!(told(&verdicts), [no_space; 3]);
     assert_eq!(taken.resume(&mut ctx, 32).expect("a way back"), Resumed { pos: 0, restored: None });
     assert_eq!(positions(&ctx, 1, 1), (0..12).collect::<Vec<_>>());
+}
+
+// Checkpoints that were taken before
+
+fn bytes_of(checkpoint: &Checkpoint) -> Vec<u8> {
+    let mut state = vec![0xee; usize::try_from(checkpoint.size()).expect("a size")];
+    assert_eq!(checkpoint.get_data(&mut state).expect("a state"), state.len());
+    state
+}
+
+/// As a slot file has it.
+fn stored(checkpoint: &Checkpoint) -> (CheckpointSpan, Vec<u8>) {
+    let n_tokens = checkpoint.n_tokens().cast_signed();
+    let span = CheckpointSpan::new(n_tokens, checkpoint.pos_min(), checkpoint.pos_max());
+    (span.expect("a span"), bytes_of(checkpoint))
+}
+
+fn stored_of(taken: &Checkpoints) -> Vec<(CheckpointSpan, Vec<u8>)> {
+    taken.as_slice().iter().map(stored).collect()
+}
+
+/// Another process, which has restored the sequence.
+fn restored_beside(ctx: &mut Context) -> Context {
+    let mut other = tight();
+    restore(&mut other, &save(ctx, 0, StateFlags::empty()), 0, StateFlags::empty());
+    other
+}
+
+#[test]
+fn a_checkpoint_is_the_bytes_of_a_partial_state() {
+    for memory in MEMORIES {
+        let mut ctx = tight_with_64();
+        let mut taken = checkpoints(CheckpointsParams { memory, ..CheckpointsParams::default() });
+        let checkpoint = taken.take(&mut ctx, 64).expect("a checkpoint");
+        let state = bytes_of(checkpoint);
+        let mut short = vec![7; state.len() - 1];
+        let error = checkpoint.get_data(&mut short).unwrap_err();
+        assert_eq!((error.status(), short), (Status::BufferTooSmall, vec![7; state.len() - 1]));
+        assert_eq!(state, save(&mut ctx, 0, PARTIAL));
+    }
+}
+
+#[test]
+fn checkpoints_that_are_put_lead_back_as_those_that_were_taken() {
+    for memory in MEMORIES {
+        let (mut ctx, taken) = with_checkpoints(memory);
+        let mut other = restored_beside(&mut ctx);
+        let mut put = checkpoints(CheckpointsParams { memory, ..CheckpointsParams::default() });
+        // In whatever order.
+        for (span, state) in stored_of(&taken).iter().rev() {
+            put.put(&other, *span, state).expect("a checkpoint");
+        }
+        assert_eq!((spans(&put), put.bytes()), (spans(&taken), taken.bytes()));
+        for pos in 0..65 {
+            let worth = |taken: &Checkpoints, ctx| told(&taken.verdicts(ctx, pos).expect("verdicts"));
+            assert_eq!(worth(&put, &other), worth(&taken, &ctx));
+        }
+        let resumed = put.resume(&mut other, 40).expect("a way back");
+        assert_eq!(resumed, Resumed { pos: 32, restored: Some(32) });
+        assert_eq!(positions(&other, 0, 0), (0..32).collect::<Vec<_>>());
+        assert_eq!(positions(&other, 1, 0), (24..32).collect::<Vec<_>>());
+        assert!(is_intact(&other, 0, 0));
+        generate(&mut other, 0, 32..48);
+        put.take(&mut other, 48).expect("a checkpoint");
+        assert_eq!(n_tokens(&put), [16, 32, 48]);
+    }
+}
+
+#[test]
+fn a_checkpoint_of_full_attention_is_put_with_the_positions_that_are_told() {
+    let mut ctx = support::context(2, &[kv(64)]);
+    decode(&mut ctx, 0, 0..40);
+    let mut taken = at_most(3);
+    let (span, state) = stored(taken.take(&mut ctx, 40).expect("a checkpoint"));
+    decode(&mut ctx, 0, 40..50);
+    let mut put = at_most(3);
+    put.put(&ctx, span, &state).expect("a checkpoint");
+    assert_eq!(spans(&put), [(40, 0, 39)]);
+}
+
+#[test]
+fn a_checkpoint_that_is_put_replaces_that_of_the_same_position() {
+    let (ctx, mut taken) = with_checkpoints(CheckpointMemory::Cache);
+    let (_, state) = stored(&taken.as_slice()[1]);
+    taken.put(&ctx, CheckpointSpan::new(33, 0, 31).expect("a span"), &state).expect("a checkpoint");
+    assert_eq!(spans(&taken), [(16, 8, 15), (33, 24, 31), (48, 40, 47)]);
+}
+
+#[test]
+fn checkpoints_that_are_put_keep_to_their_number_and_bytes() {
+    let (ctx, taken) = with_checkpoints(CheckpointMemory::Cache);
+    let all = stored_of(&taken);
+    let size = taken.as_slice()[0].size();
+    let by_number = CheckpointsParams { n_max: 2, min_step: 1, ..CheckpointsParams::default() };
+    let by_bytes = CheckpointsParams { n_max: 9, max_bytes: Some(3 * size - 1), ..by_number };
+    for params in [by_number, by_bytes] {
+        let mut put = checkpoints(params);
+        for (span, state) in &all {
+            put.put(&ctx, *span, state).expect("a checkpoint");
+        }
+        // What diverges far from the end has far to go anyway.
+        assert_eq!(n_tokens(&put), [32, 48]);
+        // The one that is missed least can be the one that is put.
+        put.put(&ctx, all[0].0, &all[0].1).expect("no error");
+        assert_eq!(n_tokens(&put), [32, 48]);
+    }
+    let mut none = checkpoints(CheckpointsParams { max_bytes: Some(size - 1), ..by_number });
+    let error = none.put(&ctx, all[0].0, &all[0].1).unwrap_err();
+    assert_eq!((error.status(), none.as_slice().len()), (Status::OutOfMemory, 0));
+}
+
+#[test]
+fn a_checkpoint_that_does_not_belong_to_the_sequence_is_refused() {
+    let (ctx, mut taken) = with_checkpoints(CheckpointMemory::Host);
+    let (span, state) = stored(&taken.as_slice()[2]);
+    let reason = |taken: &mut Checkpoints, ctx: &Context, span, state: &[u8]| {
+        let before = image(ctx);
+        let error = taken.put(ctx, span, state).expect_err("it is refused").to_string();
+        assert!(image(ctx) == before);
+        error
+    };
+    let other_span = CheckpointSpan::new(48, 40, 46).expect("a span");
+    assert_eq!(reason(&mut taken, &ctx, other_span, &state), "pos_max: 46, the state ends at 47");
+    let mut short = tight();
+    generate(&mut short, 0, 0..40);
+    let behind = "pos_max: 47, behind sequence 0, which ends at 39";
+    assert_eq!(reason(&mut taken, &short, span, &state), behind);
+    let behind = "pos_max: 47, behind sequence 0, which ends at -1";
+    assert_eq!(reason(&mut taken, &tight(), span, &state), behind);
+    let one_layer = |kv: KvParams| KvParams { layers: kv.layers[..1].to_vec(), ..kv };
+    let mut other = support::context(2, &[kv(128), one_layer(support::standard(40, N_SWA))]);
+    generate(&mut other, 0, 0..64);
+    let layers = "mismatched layer count: the state has 2, the cache 1 (section swa)";
+    assert_eq!(reason(&mut taken, &other, span, &state), layers);
+    for len in 0..state.len() {
+        let error = taken.put(&ctx, span, &state[..len]).expect_err("it is cut off");
+        assert_eq!(error.status(), Status::Truncated, "{error}");
+    }
+    assert_eq!(spans(&taken), [(16, 8, 15), (32, 24, 31), (48, 40, 47)]);
+    let mut of_other = Checkpoints::new(2, CheckpointsParams::default()).expect("parameters");
+    assert_eq!(reason(&mut of_other, &ctx, span, &state), "seq_id 2 is out of range [0, 2)");
 }
 
 // What is kept

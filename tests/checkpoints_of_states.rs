@@ -6,8 +6,9 @@ mod recurrence;
 mod support;
 
 use kvstate::context::{CheckpointMemory, Checkpoints, CheckpointsParams, Resumed};
+use kvstate::format::CheckpointSpan;
 use kvstate::memory::SectionParams;
-use kvstate::types::Pos;
+use kvstate::types::{Pos, StateFlags};
 use kvstate::{Context, ContextParams};
 use recurrence::{after, state_of};
 use support::{kv, place, positions};
@@ -178,5 +179,57 @@ fn a_checkpoint_of_every_kind_of_memory_brings_its_state_back() {
             ctx.seq_rm(memories::DEST, -1, -1).expect(kind.name);
             assert_eq!(ctx.rewind_pos(memories::DEST, end).expect(kind.name), 0, "{}", kind.name);
         }
+    }
+}
+
+/// As those that were taken, of every kind of memory.
+#[test]
+fn a_checkpoint_of_every_kind_of_memory_is_put_by_its_bytes() {
+    for kind in &memories::KINDS {
+        for memory in MEMORIES {
+            let mut ctx = memories::context(kind, 1);
+            let params = CheckpointsParams { memory, ..CheckpointsParams::default() };
+            let [mut taken, mut put] =
+                [params, params].map(|params| Checkpoints::new(memories::DEST, params).expect("parameters"));
+            let checkpoint = taken.take(&mut ctx, 9).expect(kind.name);
+            let mut state = vec![0; usize::try_from(checkpoint.size()).expect("a size")];
+            checkpoint.get_data(&mut state).expect(kind.name);
+            let (pos_min, pos_max) = (checkpoint.pos_min(), checkpoint.pos_max());
+            let span = CheckpointSpan::new(9, 0, pos_max).expect("a span");
+            put.put(&ctx, span, &state).unwrap_or_else(|error| panic!("{}: {error}", kind.name));
+            let [checkpoint] = put.as_slice() else { panic!("{}", kind.name) };
+            let found = (checkpoint.n_tokens(), checkpoint.pos_min(), checkpoint.pos_max());
+            assert_eq!(found, (9, pos_min, pos_max), "{}", kind.name);
+            for pos in 0..pos_max + 3 {
+                let [worth, expected] = [&put, &taken]
+                    .map(|checkpoints| checkpoints.verdicts(&ctx, pos).expect(kind.name)[0].to_string());
+                assert_eq!(worth, expected, "{}, {pos}", kind.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_hybrid_of_another_process_goes_on_at_a_checkpoint_that_is_put() {
+    for memory in MEMORIES {
+        let (mut ctx, taken) = with_checkpoints(memory);
+        let mut other = hybrid(0);
+        support::restore(
+            &mut other,
+            &support::save(&mut ctx, 0, StateFlags::empty()),
+            0,
+            StateFlags::empty(),
+        );
+        let mut put = Checkpoints::new(0, CheckpointsParams::default()).expect("parameters");
+        for checkpoint in taken.as_slice() {
+            let mut state = vec![0; usize::try_from(checkpoint.size()).expect("a size")];
+            checkpoint.get_data(&mut state).expect("a state");
+            let n_tokens = checkpoint.n_tokens().cast_signed();
+            let span = CheckpointSpan::new(n_tokens, checkpoint.pos_min(), checkpoint.pos_max());
+            put.put(&other, span.expect("a span"), &state).expect("a checkpoint");
+        }
+        let resumed = put.resume(&mut other, 40).expect("a checkpoint");
+        assert_eq!(resumed, Resumed { pos: 32, restored: Some(32) });
+        assert_eq!(state_of(&other, 1, 0), Some(after(0..32)));
     }
 }

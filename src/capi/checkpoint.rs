@@ -3,10 +3,12 @@
 use std::ffi::c_char;
 
 use super::handle::{
-    Tagged, free_tagged, into_tagged, kvs_context, live, out, with_context, with_context_mut, with_tagged,
+    Tagged, free_tagged, host_bytes_mut, into_tagged, kvs_context, live, out, with_context, with_context_mut,
+    with_tagged,
 };
 use super::memory::{KVS_REASON_SIZE, reason};
 use super::params::{self, Params};
+use super::slot_file::{self, kvs_slot_checkpoint};
 use super::state::size_of_state;
 use super::status::{kvs_status, status_of, value_or};
 use super::{kvs_pos, kvs_seq_id};
@@ -179,6 +181,28 @@ pub unsafe extern "C" fn kvs_checkpoints_take(
     })
 }
 
+/// Adds a checkpoint that was taken before, such as one that kvs_slot_load gave back, for the sequence that was restored with it: its
+/// target is copied to host memory and stays there; its draft and driver are the caller's. pos_min is taken from the state, where that
+/// has positions. One with the same pos_max is replaced; then others make room as in kvs_checkpoints_take, or this one itself. Fails
+/// for a pos_max behind the end of the sequence or other than the state's, and as kvs_state_seq_set_data for a state that cannot be
+/// restored into ctx; ctx does not change, and no checkpoint is lost then.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_checkpoints_put(
+    checkpoints: *mut kvs_checkpoints,
+    ctx: *const kvs_context,
+    checkpoint: *const kvs_slot_checkpoint,
+) -> kvs_status {
+    // SAFETY: the contract of all calls.
+    status_of(|| unsafe {
+        with_tagged(checkpoints, |handle| {
+            // SAFETY: as above.
+            let checkpoint = slot_file::checkpoint(&params::read(checkpoint)?)?;
+            // SAFETY: as above.
+            with_context(ctx, |context| handle.checkpoints.put(context, checkpoint.span, checkpoint.target))
+        })
+    })
+}
+
 /// Brings the sequence back to the largest position, at most pos, from which it can go on as in a fresh run: it is cut as it is,
 /// or the best checkpoint is restored and cut. pos is the first position whose token is another one, or is to be computed again
 /// for its logits. The sequence then holds exactly the positions below *pos_out; 0: nothing served, it is empty. *n_tokens_out
@@ -256,6 +280,22 @@ pub unsafe extern "C" fn kvs_checkpoints_get(
             pos_max: checkpoint.pos_max(),
         };
         Ok(())
+    })
+}
+
+/// Writes the state of the checkpoint at an index, kvs_checkpoint.size bytes, as kvs_state_seq_get_data with
+/// KVS_STATE_SEQ_FLAGS_PARTIAL_ONLY wrote it then: the target of a kvs_slot_checkpoint. Returns its size. 0: failed. Const.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvs_checkpoints_get_data(
+    checkpoints: *const kvs_checkpoints,
+    index: usize,
+    dst: *mut u8,
+    size: usize,
+) -> usize {
+    // SAFETY: the contract of all calls.
+    value_or(0, || unsafe {
+        let checkpoint = one(live(checkpoints)?.checkpoints.as_slice(), index)?;
+        checkpoint.get_data(host_bytes_mut("dst", dst, size)?)
     })
 }
 

@@ -85,7 +85,8 @@ pub unsafe extern "C" fn kvs_state_seq_save_file_range(
 ///
 /// If p1 cuts the state, the sequence can go on at p1, as kvs_memory_can_rewind says it; otherwise the call is refused with
 /// KVS_STATUS_CANNOT_CUT: a recurrent state knows its end alone, and a window may have lost what a token at p1 sees. A
-/// checkpoint is the way back there.
+/// checkpoint is the way back there. Only the end is looked at: with p0 > 0 and flags NONE the sequence is a piece
+/// without its beginning, and its next tokens attend to that piece alone.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvs_state_seq_load_file_range(
     ctx: *mut kvs_context,

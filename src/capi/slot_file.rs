@@ -586,7 +586,7 @@ unsafe fn identity(identity: &kvs_slot_identity) -> Result<Identity> {
     }
 }
 
-unsafe fn checkpoint<'a>(checkpoint: &kvs_slot_checkpoint) -> Result<Checkpoint<&'a [u8]>> {
+pub(super) unsafe fn checkpoint<'a>(checkpoint: &kvs_slot_checkpoint) -> Result<Checkpoint<&'a [u8]>> {
     let kvs_slot_checkpoint { n_tokens, pos_min, pos_max, .. } = *checkpoint;
     // SAFETY: passed on.
     unsafe {

@@ -7,9 +7,9 @@
 use std::fmt;
 
 use super::rewind::checked_pos;
-use super::{Context, Snapshot};
+use super::{Context, Snapshot, fitting};
 use crate::error::{Error, Result};
-use crate::format::{self, Cursor};
+use crate::format::{self, CheckpointSpan, Cursor};
 use crate::memory::{MemoryPlan, RewindObstacle, SavedReach, Scope};
 use crate::state::Source;
 use crate::types::{Pos, Seq, SeqId, StateFlags};
@@ -89,16 +89,41 @@ impl Checkpoint {
         self.size
     }
 
-    fn source(&self) -> Result<Source<'_>> {
+    /// Writes its state to the start of `dst`, as [`Context::state_seq_get_data`] wrote it then; returns its size.
+    ///
+    /// # Errors
+    /// [`Error::BufferTooSmall`] (`dst` is untouched then), [`Error::Device`].
+    pub fn get_data(&self, dst: &mut [u8]) -> Result<usize> {
         match &self.state {
-            State::Snapshot(snapshot) => Ok(Source::snapshot(&snapshot.state)),
+            State::Snapshot(snapshot) => snapshot.get_data(dst, None),
             State::Blob(blob) => {
-                let mut metadata = Cursor::new(blob);
-                format::read_seq_blob_header(&mut metadata)?;
-                Ok(Source::blob(metadata))
+                fitting(dst, self.size)?.copy_from_slice(blob);
+                Ok(blob.len())
             }
         }
     }
+}
+
+impl State {
+    fn source(&self) -> Result<Source<'_>> {
+        match self {
+            Self::Snapshot(snapshot) => Ok(Source::snapshot(&snapshot.state)),
+            Self::Blob(blob) => blob_source(blob),
+        }
+    }
+}
+
+fn blob_source(blob: &[u8]) -> Result<Source<'_>> {
+    let mut metadata = Cursor::new(blob);
+    format::read_seq_blob_header(&mut metadata)?;
+    Ok(Source::blob(metadata))
+}
+
+fn room_for(bytes: u64) -> Result<Vec<u8>> {
+    let mut blob = Vec::new();
+    let short = |_| Error::OutOfMemory { what: "a checkpoint", bytes };
+    blob.try_reserve_exact(usize::try_from(bytes).unwrap_or(usize::MAX)).map_err(short)?;
+    Ok(blob)
 }
 
 /// What a checkpoint is worth for a history that diverges at a position.
@@ -247,20 +272,70 @@ impl Checkpoints {
             ));
         }
         let need = context.state_seq_get_size(self.seq_id, StateFlags::PARTIAL_ONLY)?;
-        let max_bytes = self.params.max_bytes.unwrap_or(u64::MAX);
-        if need > max_bytes {
-            return Err(Error::CheckpointTooLarge { need, max_bytes });
-        }
+        self.check_size(need)?;
         self.truncate(pos_max);
-        while self.list.len() >= self.params.n_max || self.bytes() > max_bytes - need {
-            let positions: Vec<Pos> = self.list.iter().map(|checkpoint| checkpoint.pos_max).collect();
-            let Some(missed) = least_missed(&positions, pos_max, self.params.min_step) else { break };
-            self.list.remove(missed);
-        }
+        self.make_room(1, need, pos_max);
         let state = self.state_of(context, need)?;
         let at = self.list.len();
         self.list.push(Checkpoint { n_tokens, pos_min, pos_max, size: need, saved, state });
         Ok(&self.list[at])
+    }
+
+    /// Adds a checkpoint that was taken before, by the bytes of [`Checkpoint::get_data`]: that of a slot file, say, whose state the
+    /// sequence has now. They stay in host memory.
+    ///
+    /// One with the same largest position is replaced. Then some are dropped as by [`Checkpoints::take`], which may be this one.
+    ///
+    /// # Errors
+    /// [`Error::SeqId`], [`Error::CheckpointTooLarge`], [`Error::InvalidArgument`] for a state that does not end at the largest position
+    /// of `span`, or that ends behind the sequence; as [`Context::state_seq_set_data`] for one that cannot be restored. All
+    /// checkpoints are as before then.
+    pub fn put(&mut self, context: &Context, span: CheckpointSpan, state: &[u8]) -> Result<()> {
+        let (seq, size) = (context.seq(self.seq_id)?, state.len() as u64);
+        self.check_size(size)?;
+        let saved = context.memory.saved_reach_of(seq, &context.plan_partial(&blob_source(state)?, seq)?);
+        // A state of full attention alone is empty, whatever positions the sequence had.
+        let pos_max = saved.positions().map_or(span.pos_max(), |(_, pos_max)| pos_max);
+        if pos_max != span.pos_max() {
+            return Err(Error::arg("pos_max", format!("{}, the state ends at {pos_max}", span.pos_max())));
+        }
+        let end = context.memory.reach(seq).pos_max().unwrap_or(-1);
+        if pos_max > end {
+            let reason = format!("{pos_max}, behind sequence {}, which ends at {end}", self.seq_id);
+            return Err(Error::arg("pos_max", reason));
+        }
+        let pos_min = context.memory.saved_positions(seq, &saved).map_or(0, |(pos_min, _)| pos_min);
+        let mut blob = room_for(size)?;
+        blob.extend_from_slice(state);
+        let state = State::Blob(blob);
+        let at = self.list.partition_point(|checkpoint| checkpoint.pos_max < pos_max);
+        if self.list.get(at).is_some_and(|checkpoint| checkpoint.pos_max == pos_max) {
+            self.list.remove(at);
+        }
+        let n_tokens = span.n_tokens().unsigned_abs();
+        self.list.insert(at, Checkpoint { n_tokens, pos_min, pos_max, size, saved, state });
+        let newest = self.list.last().map_or(pos_max, |checkpoint| checkpoint.pos_max);
+        self.make_room(0, 0, newest);
+        Ok(())
+    }
+
+    fn check_size(&self, need: u64) -> Result<()> {
+        match self.params.max_bytes {
+            Some(max_bytes) if need > max_bytes => Err(Error::CheckpointTooLarge { need, max_bytes }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Drops those that are missed least, of the ones before `newest`, until so many more of so many bytes have room.
+    fn make_room(&mut self, n: usize, bytes: u64, newest: Pos) {
+        let max_bytes = self.params.max_bytes.unwrap_or(u64::MAX);
+        while self.list.len() + n > self.params.n_max || self.bytes().saturating_add(bytes) > max_bytes {
+            let older = self.list.iter().map(|checkpoint| checkpoint.pos_max).take_while(|&pos| pos < newest);
+            let Some(missed) = least_missed(&older.collect::<Vec<_>>(), newest, self.params.min_step) else {
+                break;
+            };
+            self.list.remove(missed);
+        }
     }
 
     fn state_of(&self, context: &mut Context, need: u64) -> Result<State> {
@@ -268,11 +343,8 @@ impl Checkpoints {
         match self.params.memory {
             CheckpointMemory::Cache => context.seq_snapshot(self.seq_id, flags).map(State::Snapshot),
             CheckpointMemory::Host => {
-                let len = usize::try_from(need).unwrap_or(usize::MAX);
-                let mut blob = Vec::new();
-                let short = |_| Error::OutOfMemory { what: "a checkpoint", bytes: need };
-                blob.try_reserve_exact(len).map_err(short)?;
-                blob.resize(len, 0);
+                let mut blob = room_for(need)?;
+                blob.resize(usize::try_from(need).unwrap_or(usize::MAX), 0);
                 context.state_seq_get_data(&mut blob, self.seq_id, flags)?;
                 Ok(State::Blob(blob))
             }
@@ -340,8 +412,11 @@ impl Checkpoint {
 impl Context {
     fn plan_checkpoint<'a>(&self, checkpoint: &'a Checkpoint, seq: Seq) -> Result<MemoryPlan<'a>> {
         self.memory.check_saved(seq, &checkpoint.saved)?;
-        let params = self.read_params(Scope::Seq(seq));
-        self.memory.state_plan(&checkpoint.source()?, StateFlags::PARTIAL_ONLY, params)
+        self.plan_partial(&checkpoint.state.source()?, seq)
+    }
+
+    fn plan_partial<'a>(&self, source: &Source<'a>, seq: Seq) -> Result<MemoryPlan<'a>> {
+        self.memory.state_plan(source, StateFlags::PARTIAL_ONLY, self.read_params(Scope::Seq(seq)))
     }
 
     fn restore_checkpoint(&mut self, checkpoint: &Checkpoint, seq: Seq) -> Result<()> {

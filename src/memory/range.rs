@@ -2,7 +2,7 @@
 
 use super::kv_read::KvPlan;
 use super::kv_view::ViewPlan;
-use super::rewind::{Reach, RewindObstacle, whole_end};
+use super::rewind::{Reach, RewindObstacle};
 use super::section::SectionPlan;
 use super::{Memory, MemoryPlan, ReadParams, Scope, Section};
 use crate::error::{Error, Result};
@@ -127,25 +127,9 @@ impl Memory {
             return Ok(());
         }
         let full_attention = self.full_attention_of(plans, dest);
-        let mut raw_pos_max = None;
-        for (section, plan) in self.sections.iter().zip(plans) {
-            let reach = match (section, plan) {
-                (Section::Kv(kv), SectionPlan::Kv(plan)) => {
-                    raw_pos_max = raw_pos_max.max(plan.found.pos_max);
-                    // Of full attention everything below is there.
-                    if kv.geometry.swa.is_none() {
-                        continue;
-                    }
-                    let has = whole_end(&kv.entries_after(plan, dest), &full_attention);
-                    Reach::Kv { swa: kv.geometry.swa, has }
-                }
-                (Section::Recurrent(recurrent), SectionPlan::Recurrent(plan)) if recurrent.has_planes() => {
-                    Reach::of_states(plan.pos, true, 0)
-                }
-                (_, SectionPlan::Dsv4(_)) => Reach::of_states(raw_pos_max, true, 0),
-                _ => continue,
-            };
-            if let Some(obstacle) = reach.obstacle(section.name(), p1) {
+        for (section, reach) in self.sections.iter().zip(self.planned_reach(plans, dest, &full_attention)) {
+            // Of full attention everything below is there.
+            if let Some(obstacle) = reach.and_then(|reach| reach.obstacle(section.name(), p1)) {
                 return Err(cannot_cut(params.range.p1, &obstacle));
             }
         }

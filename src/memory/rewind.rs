@@ -5,7 +5,8 @@
 //! both have from the end back. Gaps that a caller made are his own.
 
 use super::kv_write::{Scope, WriteParams};
-use super::{Dsv4Cache, KvCache, Memory, RecurrentCache, Section};
+use super::section::SectionPlan;
+use super::{Dsv4Cache, KvCache, Memory, MemoryPlan, RecurrentCache, Section};
 use crate::error::{Error, Result};
 use crate::types::{Pos, PosRange, Seq, StateFlags, Swa};
 
@@ -263,8 +264,21 @@ pub(crate) struct SavedReach(Vec<Option<Reach>>);
 #[derive(Debug)]
 pub(crate) struct SeqReach<'a>(pub(super) Vec<(&'a str, Reach)>);
 
+impl SavedReach {
+    /// From where on all that was saved is there, and its largest position; `None`: nothing was, as of full attention.
+    pub fn positions(&self) -> Option<(Pos, Pos)> {
+        whole(self.0.iter().flatten().copied())
+    }
+}
+
+/// From where on every section has something, and the largest position.
+fn whole(reaches: impl Iterator<Item = Reach>) -> Option<(Pos, Pos)> {
+    let has = reaches.filter_map(Reach::positions);
+    has.reduce(|(first, last), (a, b)| (first.max(a), last.max(b)))
+}
+
 impl SeqReach<'_> {
-    fn pos_max(&self) -> Option<Pos> {
+    pub fn pos_max(&self) -> Option<Pos> {
         self.0.iter().filter_map(|(_, reach)| reach.pos_max()).max()
     }
 
@@ -328,6 +342,38 @@ impl Memory {
         SavedReach(self.sections.iter().map(|section| section.saved_reach(seq, params, of)).collect())
     }
 
+    /// The same of a state that was written before, and is planned.
+    pub fn saved_reach_of(&self, seq: Seq, plan: &MemoryPlan<'_>) -> SavedReach {
+        let full_attention = self.neighbours(seq).full_attention;
+        SavedReach(self.planned_reach(&plan.sections, seq, full_attention).collect())
+    }
+
+    /// What each section can look back on of what a plan gives `dest`; `None`: nothing is planned of it, or it is full attention.
+    pub(super) fn planned_reach<'p>(
+        &'p self,
+        plans: &'p [SectionPlan<'_>],
+        dest: Seq,
+        full_attention: &'p [(Pos, u32)],
+    ) -> impl Iterator<Item = Option<Reach>> + 'p {
+        let raw_pos_max = plans.iter().filter_map(|plan| match plan {
+            SectionPlan::Kv(plan) => plan.found.pos_max,
+            _ => None,
+        });
+        let raw_pos_max = raw_pos_max.max();
+        self.sections.iter().zip(plans).map(move |(section, plan)| match (section, plan) {
+            (Section::Kv(kv), SectionPlan::Kv(plan)) if !kv.geometry.swa.is_none() => {
+                let has = whole_end(&kv.entries_after(plan, dest), full_attention);
+                Some(Reach::Kv { swa: kv.geometry.swa, has })
+            }
+            (Section::Kv(_), _) => None,
+            (Section::Recurrent(recurrent), SectionPlan::Recurrent(plan)) if recurrent.has_planes() => {
+                Some(Reach::of_states(plan.pos, true, 0))
+            }
+            (Section::Dsv4(_), SectionPlan::Dsv4(_)) => Some(Reach::of_states(raw_pos_max, true, 0)),
+            (Section::Recurrent(_) | Section::Dsv4(_) | Section::Shared, _) => Some(Reach::Nothing),
+        })
+    }
+
     /// Whether a partial state is of sections like these: what it can be cut to depends on their kinds and windows.
     pub fn check_saved(&self, seq: Seq, saved: &SavedReach) -> Result<()> {
         let mismatch =
@@ -352,8 +398,6 @@ impl Memory {
     /// From where on all of `seq` would be there if a partial state that is written now were restored, and its largest
     /// position; `None` if it is empty.
     pub fn saved_positions(&self, seq: Seq, saved: &SavedReach) -> Option<(Pos, Pos)> {
-        let reaches = self.reach_after(seq, saved);
-        let has = reaches.0.iter().filter_map(|&(_, reach)| reach.positions());
-        has.reduce(|(first, last), (a, b)| (first.max(a), last.max(b)))
+        whole(self.reach_after(seq, saved).0.into_iter().map(|(_, reach)| reach))
     }
 }

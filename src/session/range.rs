@@ -62,7 +62,8 @@ impl Context {
     /// is. Of the tensors only what is wanted is read.
     ///
     /// The sequence can go on where a range ends that cuts the state: a window has to have what a token there sees, of the file
-    /// and, if it is added to, of the destination; a recurrent state cannot be cut.
+    /// and, if it is added to, of the destination; a recurrent state cannot be cut. Only the end is looked at: a range that begins
+    /// behind 0 and replaces the destination leaves a piece, whose next tokens attend to it alone.
     ///
     /// # Errors
     /// As [`Context::state_seq_load_file`]; [`Error::CannotCut`](crate::Error::CannotCut), and

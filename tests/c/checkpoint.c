@@ -216,6 +216,79 @@ static void checkpoints_outlive_their_context(void) {
     finish(checkpoints);
 }
 
+// The checkpoint at an index as a slot file takes it; its state is in `state`.
+static kvs_slot_checkpoint stored_at(const kvs_checkpoints *checkpoints, size_t index, uint8_t *state, size_t size) {
+    const kvs_checkpoint checkpoint = checkpoint_at(checkpoints, index);
+    CHECK(checkpoint.size <= size);
+    CHECK(kvs_checkpoints_get_data(checkpoints, index, state, size) == checkpoint.size);
+    kvs_slot_checkpoint stored = kvs_slot_checkpoint_default();
+    stored.n_tokens = checkpoint.n_tokens;
+    stored.pos_min = checkpoint.pos_min;
+    stored.pos_max = checkpoint.pos_max;
+    stored.target = state;
+    stored.target_size = checkpoint.size;
+    return stored;
+}
+
+static void checkpoints_go_through_a_slot_file_to_another_context(void) {
+    for (kvs_checkpoint_memory memory = KVS_CHECKPOINT_MEMORY_CACHE; memory <= KVS_CHECKPOINT_MEMORY_HOST; memory++) {
+        kvs_checkpoints *checkpoints = open_with_checkpoints(memory);
+        uint8_t states[3][4096];
+        kvs_slot_checkpoint stored[3];
+        for (size_t i = 0; i < 3; i++) stored[i] = stored_at(checkpoints, i, states[i], sizeof states[i]);
+        kvs_slot_save_params params = kvs_slot_save_default_params();
+        params.checkpoints = stored;
+        params.n_checkpoint = 3;
+        CHECK(kvs_slot_save(ctx, "slot.bin", 0, &params, NULL) == KVS_STATUS_OK);
+        finish(checkpoints);
+
+        ctx = new_iswa(N_SWA);
+        mem = kvs_get_memory(ctx);
+        kvs_slot_result result = kvs_slot_result_default();
+        CHECK(kvs_slot_load(ctx, "slot.bin", 0, NULL, &result) == KVS_STATUS_OK && result.n_checkpoint == 3);
+        checkpoints = new_checkpoints(memory);
+        for (size_t i = 0; i < 3; i++) {
+            CHECK(kvs_checkpoints_put(checkpoints, ctx, &result.checkpoints[i]) == KVS_STATUS_OK);
+        }
+        kvs_slot_result_free(&result);
+        CHECK(kvs_checkpoints_count(checkpoints) == 3 && checkpoint_at(checkpoints, 0).pos_min == 16 - N_SWA);
+        kvs_pos pos = 0;
+        int64_t n_tokens = 0;
+        CHECK(kvs_checkpoints_resume(checkpoints, ctx, 40, &pos, &n_tokens) == KVS_STATUS_OK);
+        CHECK(pos == 32 && n_tokens == 32);
+        check_window(24, 32);
+        finish(checkpoints);
+    }
+}
+
+static void a_checkpoint_that_does_not_belong_to_the_sequence_is_refused(void) {
+    kvs_checkpoints *checkpoints = open_with_checkpoints(KVS_CHECKPOINT_MEMORY_CACHE);
+    uint8_t state_bytes[4096];
+    const kvs_slot_checkpoint stored = stored_at(checkpoints, 2, state_bytes, sizeof state_bytes);
+    state before = save(ctx, -1);
+    kvs_slot_checkpoint other = stored;
+    other.pos_max = 46;
+    BAD_STATUS(kvs_checkpoints_put(checkpoints, ctx, &other), "pos_max: 46, the state ends at 47");
+    other = stored;
+    other.pos_min = 48;
+    BAD_STATUS(kvs_checkpoints_put(checkpoints, ctx, &other), "pos_min: 48, above pos_max 47");
+    other = stored;
+    other.n_tokens = -1;
+    BAD_STATUS(kvs_checkpoints_put(checkpoints, ctx, &other), "n_tokens: -1, a checkpoint has at least 0");
+    other = stored;
+    other.struct_size = 0;
+    BAD_STATUS(kvs_checkpoints_put(checkpoints, ctx, &other), "kvs_slot_checkpoint.struct_size: 0");
+    other = stored;
+    other.target = NULL;
+    BAD_STATUS(kvs_checkpoints_put(checkpoints, ctx, &other), "target: NULL");
+    other = stored;
+    other.target_size--;
+    FAILS(kvs_checkpoints_put(checkpoints, ctx, &other), KVS_STATUS_TRUNCATED, KVS_STATUS_TRUNCATED, "truncated state: ");
+    CHECK(kvs_checkpoints_count(checkpoints) == 3);
+    check_unchanged(ctx, before);
+    finish(checkpoints);
+}
+
 static void parameters_that_make_no_sense_are_refused(void) {
     kvs_checkpoints *checkpoints = NULL;
     kvs_checkpoints_params params = kvs_checkpoints_default_params();
@@ -247,6 +320,10 @@ static void arguments_out_of_range_change_nothing(void) {
     BAD_STATUS(kvs_checkpoints_take(checkpoints, ctx, -1), "n_tokens: -1, at least 0 is possible");
     BAD_STATUS(kvs_checkpoints_resume(checkpoints, ctx, -1, &pos, &n_tokens), "pos: -1, positions start at 0");
     BAD_STATUS(kvs_checkpoints_get(checkpoints, 3, &checkpoint), "index: 3 is out of range [0, 3)");
+    uint8_t bytes[1] = {7};
+    BAD(kvs_checkpoints_get_data(checkpoints, 3, bytes, 1), 0, "index: 3 is out of range [0, 3)");
+    FAILS(kvs_checkpoints_get_data(checkpoints, 0, bytes, 1), 0, KVS_STATUS_BUFFER_TOO_SMALL, " bytes");
+    CHECK(bytes[0] == 7);
     BAD_STATUS(kvs_checkpoints_verdict(checkpoints, ctx, 3, 0, &verdict), "index: 3 is out of range [0, 3)");
     BAD_STATUS(kvs_checkpoints_verdict(checkpoints, ctx, 0, -1, &verdict), "pos: -1, positions start at 0");
     BAD(kvs_memory_can_rewind(mem, 0, -1), false, "pos: -1, positions start at 0");
@@ -263,6 +340,8 @@ static void a_handle_that_is_none_fails_every_call(void) {
     kvs_checkpoint_verdict verdict;
     kvs_rewind_obstacle obstacle;
     kvs_pos pos = 7;
+    uint8_t bytes[4096];
+    const kvs_slot_checkpoint stored = stored_at(checkpoints, 0, bytes, sizeof bytes);
     kvs_checkpoints *no_checkpoints[] = {NULL, (kvs_checkpoints *)ctx};
     for (int i = 0; i < 2; i++) {
         NO_HANDLE_STATUS(kvs_checkpoints_take(no_checkpoints[i], ctx, 1));
@@ -271,11 +350,14 @@ static void a_handle_that_is_none_fails_every_call(void) {
         NO_HANDLE(kvs_checkpoints_count(no_checkpoints[i]), 0);
         NO_HANDLE(kvs_checkpoints_size(no_checkpoints[i]), 0);
         NO_HANDLE_STATUS(kvs_checkpoints_get(no_checkpoints[i], 0, &checkpoint));
+        NO_HANDLE(kvs_checkpoints_get_data(no_checkpoints[i], 0, bytes, sizeof bytes), 0);
+        NO_HANDLE_STATUS(kvs_checkpoints_put(no_checkpoints[i], ctx, &stored));
         NO_HANDLE_STATUS(kvs_checkpoints_verdict(no_checkpoints[i], ctx, 0, 1, &verdict));
     }
     FAILS_VOID(kvs_checkpoints_free((kvs_checkpoints *)ctx), KVS_STATUS_INVALID_HANDLE,
                "checkpoints is not a live handle");
     NO_HANDLE_STATUS(kvs_checkpoints_take(checkpoints, NULL, 1));
+    NO_HANDLE_STATUS(kvs_checkpoints_put(checkpoints, NULL, &stored));
     NO_HANDLE_STATUS(kvs_checkpoints_resume(checkpoints, NULL, 1, &pos, NULL));
     NO_HANDLE_STATUS(kvs_checkpoints_verdict(checkpoints, NULL, 0, 1, &verdict));
     NO_HANDLE(kvs_memory_can_rewind(NULL, 0, 0), false);
@@ -293,6 +375,8 @@ static void a_null_argument_fails_every_call(void) {
     BAD_STATUS(kvs_checkpoints_new(0, NULL, NULL), "checkpoints_out: NULL");
     BAD_STATUS(kvs_checkpoints_resume(checkpoints, ctx, 40, NULL, NULL), "pos_out: NULL");
     BAD_STATUS(kvs_checkpoints_get(checkpoints, 0, NULL), "checkpoint_out: NULL");
+    BAD(kvs_checkpoints_get_data(checkpoints, 0, NULL, 4096), 0, "dst: NULL");
+    BAD_STATUS(kvs_checkpoints_put(checkpoints, ctx, NULL), "kvs_slot_checkpoint: NULL");
     BAD_STATUS(kvs_checkpoints_verdict(checkpoints, ctx, 0, 40, NULL), "verdict_out: NULL");
     BAD_STATUS(kvs_memory_rewind_obstacle(mem, 0, 0, NULL), "obstacle_out: NULL");
     CHECK(kvs_checkpoints_count(checkpoints) == 3);
@@ -303,6 +387,7 @@ static void a_null_argument_fails_every_call(void) {
 MAIN(CASE(a_sequence_says_where_it_can_be_rewound), CASE(a_sequence_says_why_it_cannot_be_rewound),
      CASE(checkpoints_tell_what_they_cover), CASE(a_history_that_diverges_resumes_at_the_best_checkpoint),
      CASE(a_checkpoint_says_why_it_does_not_serve), CASE(checkpoints_keep_to_their_number_and_bytes),
-     CASE(checkpoints_outlive_their_context), CASE(parameters_that_make_no_sense_are_refused),
+     CASE(checkpoints_outlive_their_context), CASE(checkpoints_go_through_a_slot_file_to_another_context),
+     CASE(a_checkpoint_that_does_not_belong_to_the_sequence_is_refused), CASE(parameters_that_make_no_sense_are_refused),
      CASE(arguments_out_of_range_change_nothing), CASE(a_handle_that_is_none_fails_every_call),
      CASE(a_null_argument_fails_every_call))

@@ -4,6 +4,7 @@ Run by tests/abi.rs, which sets PYTHONPATH.
 """
 
 import ctypes
+import dataclasses
 import os
 import tempfile
 
@@ -103,6 +104,18 @@ with new_iswa() as ctx:
         assert verdict.kind == kvstate.CHECKPOINT_PAST_DIVERGENCE and "past the divergence" in verdict.text
         with new_iswa(9) as other:
             assert checkpoints.verdict(other, 1, 40).kind == kvstate.CHECKPOINT_UNFIT
+
+        # Through a slot file into another context.
+        stored = [checkpoints.slot_checkpoint(i) for i in range(3)]
+        assert checkpoints.slot_checkpoint(-1) == stored[2] and len(stored[2].target) == size
+        raises(IndexError, checkpoints.slot_checkpoint, 3)
+        kvstate.slot_save(ctx, "checkpoints.bin", 0, checkpoints=stored)
+        with new_iswa() as other, kvstate.Checkpoints(memory=memory) as put:
+            for one in kvstate.slot_load(other, "checkpoints.bin", 0).checkpoints:
+                put.put(other, one)
+            assert list(put) == list(checkpoints)
+            fails(1, "pos_max: 40, the state ends at 47", put.put, other, dataclasses.replace(stored[2], pos_max=40))
+            assert put.resume(other, 40) == (32, 32) and other.seq_pos_max(0) == 31
 
         # Back as it is, then by a checkpoint, then from the start.
         assert checkpoints.resume(ctx, 60) == (60, None) and len(checkpoints) == 3 and ctx.seq_pos_max(0) == 59

@@ -113,6 +113,8 @@ _CALLS = [
     ("kvs_checkpoints_new", _status, _seq, _of(S.CheckpointsParams), _pointers),
     ("kvs_checkpoints_free", None, _handle),
     ("kvs_checkpoints_take", _status, _handle, _handle, _i64),
+    ("kvs_checkpoints_put", _status, _handle, _handle, _of(S.SlotCheckpoint)),
+    ("kvs_checkpoints_get_data", C.c_size_t, _handle, _size, _pointer, _size),
     ("kvs_checkpoints_resume", _status, _handle, _handle, _pos, _i32s, _i64s),
     ("kvs_checkpoints_truncate", _status, _handle, _pos),
     ("kvs_checkpoints_count", C.c_size_t, _handle),

@@ -5,7 +5,8 @@ from typing import NamedTuple, Optional
 
 from . import _structs as S
 from ._handle import Handle
-from ._library import by_status, checked, init, lib, text
+from ._library import by_status, check, checked, init, lib, pointer, text
+from .slot_files import SlotCheckpoint, checkpoint_struct
 
 
 class Checkpoint(NamedTuple):
@@ -64,6 +65,19 @@ class Checkpoints(Handle):
     def take(self, ctx, n_tokens):
         """Takes one of the sequence as it is, with n_tokens tokens in its history; others make room for it."""
         checked(lib.kvs_checkpoints_take(self._handle, ctx._handle, n_tokens))
+
+    def put(self, ctx, checkpoint):
+        """Adds one that was taken before, a SlotCheckpoint as slot_load gives it back, for the sequence restored with it."""
+        alive = []
+        checked(lib.kvs_checkpoints_put(self._handle, ctx._handle, C.byref(checkpoint_struct(checkpoint, alive))))
+
+    def slot_checkpoint(self, index):
+        """One as slot_save takes it: a SlotCheckpoint, without draft and driver."""
+        one = self[index]
+        target = bytearray(one.size)
+        address, size, _alive = pointer(target)
+        check(lib.kvs_checkpoints_get_data(self._handle, index % len(self), address, size))
+        return SlotCheckpoint(one.n_tokens, one.pos_min, one.pos_max, bytes(target))
 
     def resume(self, ctx, pos):
         """Brings the sequence back to where it can go on, at most at pos, the first position that differs; a Resumed."""

@@ -105,7 +105,7 @@ def slot_load(ctx, filename, dest_seq_id, **expected):
 def save_params(tokens=(), checkpoints=(), driver=b"", draft=None, identity=SlotIdentity(), directory=None, **fields):
     """kvs_slot_save_params, and what they point to, which has to live until the call returns."""
     alive = []
-    tokens, checkpoints = i32s(tokens), [_checkpoint_struct(checkpoint, alive) for checkpoint in checkpoints]
+    tokens, checkpoints = i32s(tokens), [checkpoint_struct(checkpoint, alive) for checkpoint in checkpoints]
     checkpoints = (S.SlotCheckpoint * len(checkpoints))(*checkpoints)
     params = init(S.SlotSaveParams, tokens=tokens, n_tokens=len(tokens), checkpoints=checkpoints,
                   n_checkpoint=len(checkpoints), **_common(draft, directory), **fields)  # fmt: skip
@@ -132,7 +132,8 @@ def loaded(load, *arguments):
         lib.kvs_slot_result_free(C.byref(result))
 
 
-def _checkpoint_struct(checkpoint, alive):
+def checkpoint_struct(checkpoint, alive):
+    """kvs_slot_checkpoint; what it points to goes to alive."""
     struct = init(S.SlotCheckpoint, n_tokens=checkpoint.n_tokens, pos_min=checkpoint.pos_min, pos_max=checkpoint.pos_max)
     _set_bytes(struct, alive, target=checkpoint.target, draft=checkpoint.draft, driver=checkpoint.driver)
     return struct
