@@ -9,7 +9,7 @@ LIBS := -lpthread -ldl -lm
 LLAMA_CPP_DIR ?= $(CURDIR)/target/llama.cpp
 export LLAMA_CPP_DIR
 
-.PHONY: demo test test-llama-server header fixture-table bench bench-quick bench-device bench-llama bench-llama-quick restart-figures llama-cpp clean
+.PHONY: demo test test-all test-llama-server header fixture-table bench bench-quick bench-device bench-llama bench-llama-quick restart-figures llama-cpp clean
 
 # A server's day: prompt, checkpoints, edit, slot file, second process; and a slot file of a real llama.cpp.
 demo: build/demo
@@ -23,9 +23,13 @@ build/demo: $(wildcard ffi-examples/cpp/*.cpp ffi-examples/cpp/*.hpp) include/kv
 target/release/libkvstate.a: Cargo.toml $(shell find src -name '*.rs')
 	cargo build --release --quiet --target-dir target
 
-# Formatting, lints, docs, every test, the suite under AddressSanitizer, valgrind where it is installed.
+# Formatting, lints, docs, every test, emulated devices, AddressSanitizer, llama.cpp, valgrind where it is installed.
 test:
 	scripts/test
+
+# The same with every suite on every emulated device, and planted faults: before a release.
+test-all:
+	scripts/test --all
 
 # An unmodified llama-server with kvstate in front (downloads and builds llama.cpp once).
 test-llama-server:
