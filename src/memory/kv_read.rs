@@ -11,7 +11,7 @@ use crate::cells::{CellMeta, SeqSet, Shortage};
 use crate::error::{Error, Result};
 use crate::state::{Input, Source};
 use crate::storage::{CellMap, Conversion, Placed, Plane, Scatter, StateTensor};
-use crate::types::{CellExt, PosRange, Seq, TOKEN_NULL, Token};
+use crate::types::{CellExt, Pos, PosRange, Seq, TOKEN_NULL, Token};
 
 /// What the caller says about files older than version 4, which do not record rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -287,6 +287,11 @@ impl Geometry {
 }
 
 impl<'a> KvPlan<'a> {
+    /// The largest position that is taken.
+    pub(super) fn pos_max(&self) -> Option<Pos> {
+        self.streams.iter().flat_map(|stream| &stream.metas).map(|meta| meta.pos).max()
+    }
+
     /// What is converted, in words.
     pub(super) fn notes(&self, geometry: &Geometry) -> Vec<String> {
         let names = (0..).map(|i| if i < geometry.n_layer() { "K" } else { "V" });

@@ -356,7 +356,8 @@ impl Memory {
         full_attention: &'p [(Pos, u32)],
     ) -> impl Iterator<Item = Option<Reach>> + 'p {
         let raw_pos_max = plans.iter().filter_map(|plan| match plan {
-            SectionPlan::Kv(plan) => plan.found.pos_max,
+            // Those behind the range that is wanted are looked for only where there is one.
+            SectionPlan::Kv(plan) => plan.found.pos_max.max(plan.pos_max()),
             _ => None,
         });
         let raw_pos_max = raw_pos_max.max();
