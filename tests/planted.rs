@@ -171,7 +171,7 @@ fn copy_all(from: &Path, to: &Path) {
 }
 
 #[test]
-#[ignore = "builds the library for every fault, minutes: a step of scripts/test"]
+#[ignore = "builds the library for every fault, minutes: a step of scripts/test --all"]
 fn every_planted_fault_is_caught() {
     let copy = Copy::new();
     copy.build("the library as it is");
